@@ -1,0 +1,190 @@
+"""A data set that has not been dealt to clients yet."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedloom.data.dealing import Index, Labels
+from fedloom.data.federation import ClientData, Federation, Scale, to_float
+from fedloom.data.partitions import Affine, Natural, Partitioner, iid
+from fedloom.data.rows import Rows, concatenate, map_inputs
+from fedloom.data.splits import SPLITS, cut, matched
+from fedloom.errors import UserError
+from fedloom.rng import stream
+
+_DEFAULT_CLIENTS = 10
+
+
+@dataclass(frozen=True, eq=False)
+class Dataset:
+    """Rows, the official test rows if there are any, and the natural clients if there are any.
+
+    Args:
+        name: The name it is loaded by.
+        train: Training rows, or all rows where there is no official test set.
+        test: Official test rows.
+        classes: Class names, by label.
+        scale: How uint8 inputs are scaled in the step.
+        groups: Names of the natural clients.
+        train_groups: For each training row its natural client, as a position in `groups`.
+        test_groups: The same for the test rows.
+        options: Options of the reader that differ from their defaults; part of the federation's origin.
+    """
+
+    name: str
+    train: Rows
+    test: Rows | None = None
+    classes: tuple[str, ...] | None = None
+    scale: Scale | None = None
+    groups: tuple[str, ...] = ()
+    train_groups: Labels | None = None
+    test_groups: Labels | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.train) + (0 if self.test is None else len(self.test))
+
+    def partition(
+        self,
+        partitioner: Partitioner | None = None,
+        clients: int | None = None,
+        *,
+        seed: int = 0,
+        split: str | None = None,
+        test: float = 0.25,
+        val: float = 0.0,
+    ) -> Federation:
+        """Deal the rows to clients.
+
+        Args:
+            partitioner: Who gets which rows; without, `natural()` where the data have clients of their own,
+                else `iid()`.
+            clients: How many; without, all natural clients or 10.
+            seed: Seed of the partition and of the splits.
+            split: "matched": official test rows are dealt with each client's training proportions (default
+                where there is an official test set). "per_client": all rows are pooled and dealt, then cut
+                at each client, stratified where a class has two rows (default otherwise). "shared": everyone has the
+                whole official test set.
+            test: Share of a client's rows that "per_client" cuts off for testing.
+            val: Share of a client's remaining training rows that is cut off for validation.
+
+        Example:
+            >>> from fedloom.data import dirichlet, load
+            >>> data = load("digits").partition(dirichlet(0.3), clients=20, seed=0)
+            >>> len(data), sum(len(c.train) + len(c.test) for c in data)
+            (20, 1797)
+        """
+        if partitioner is None:
+            partitioner = Natural() if self.groups else iid()
+        split, by_group = self._check(partitioner, split, test, val)
+        if clients is None:
+            clients = len(self.groups) if by_group else _DEFAULT_CLIENTS
+        pool, groups = self._pool(split)
+        labels = _classes(pool.y, partitioner)
+        parts = partitioner(groups if by_group else labels, clients, stream(seed, "partition"))
+        ids = [self.groups[groups[part[0]]] if by_group else str(k) for k, part in enumerate(parts)]
+        tests = self._tests(
+            split, [labels[part] for part in parts], [groups[part[0]] for part in parts], by_group, seed
+        )
+        made = []
+        for name, part, held_out in zip(ids, parts, tests, strict=True):
+            draw = stream(seed, "split", name)
+            if split == "per_client":
+                kept, off = cut(labels[part], test, draw)
+                part, held_out = part[kept], _take(pool, part[off])
+            kept, off = cut(labels[part], val, draw)
+            train = pool.take(torch.from_numpy(part[kept]))
+            client = ClientData(name, train, held_out, _take(pool, part[off]))
+            made.append(
+                _skew(client, partitioner, self.scale, seed) if isinstance(partitioner, Affine) else client
+            )
+        origin = {"name": self.name, "partition": str(partitioner), "clients": clients, "seed": seed}
+        origin |= {"split": split, "test": test, "val": val, **self.options}
+        scale = None if isinstance(partitioner, Affine) else self.scale
+        return Federation(tuple(made), None, self.name, self.classes, scale, origin)
+
+    def _check(self, rule: Partitioner, split: str | None, test: float, val: float) -> tuple[str, bool]:
+        """The split to use, and whether clients are the natural ones."""
+        if not isinstance(rule, Partitioner):
+            raise UserError(
+                f"partition: got {rule!r}; expected a rule such as fl.dirichlet(0.3) or fl.iid()."
+            )
+        by_group = isinstance(rule.base if isinstance(rule, Affine) else rule, Natural)
+        if by_group and not self.groups:
+            raise UserError(
+                f"data set {self.name!r} has no natural clients. Use fl.iid() or fl.dirichlet(0.3)."
+            )
+        if split is None:
+            split = "per_client" if self.test is None else "matched"
+        if split not in SPLITS:
+            raise UserError(f"split = {split!r}; expected one of {', '.join(SPLITS)}.")
+        if split != "per_client" and self.test is None:
+            raise UserError(f"split = {split!r}: {self.name!r} has no official test set. Use 'per_client'.")
+        for name, value in (("test", test), ("val", val)):
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1:
+                raise UserError(f"{name} = {value!r}; expected a share of at least 0 and below 1.")
+        return split, by_group
+
+    def _pool(self, split: str) -> tuple[Rows, Labels]:
+        """The rows to deal, and the natural client of each (0 where there are none)."""
+        pool, groups = self.train, [self.train_groups]
+        if split == "per_client" and self.test is not None:
+            pool = concatenate([self.train, self.test])
+            groups.append(self.test_groups)
+        known = [g for g in groups if g is not None]
+        return pool, np.concatenate(known) if known else np.zeros(len(pool), np.int64)
+
+    def _tests(
+        self, split: str, train: list[Labels], groups: list[np.int64], by_group: bool, seed: int
+    ) -> list[Rows | None]:
+        """Each client's share of the official test rows."""
+        if split == "per_client" or self.test is None:
+            return [None] * len(train)
+        if split == "shared":
+            return [self.test] * len(train)
+        if by_group and self.test_groups is not None:
+            return [_take(self.test, np.flatnonzero(self.test_groups == group)) for group in groups]
+        dealt = matched(train, _classes(self.test.y), stream(seed, "split"))
+        return [_take(self.test, index) for index in dealt]
+
+
+def _take(rows: Rows, index: Index) -> Rows | None:
+    return rows.take(torch.from_numpy(index)) if len(index) else None
+
+
+def _classes(y: Tensor, rule: Partitioner | None = None) -> Labels:
+    """Class labels for dealing and stratifying; one class for all rows where y is no class."""
+    if y.dim() == 1 and not y.is_floating_point():
+        return np.asarray(y.numpy(), np.int64)
+    if rule is not None and (rule.base if isinstance(rule, Affine) else rule).by_class:
+        raise UserError(
+            f"{rule} deals by class, but these labels are no classes. Use iid, quantity or natural."
+        )
+    return np.zeros(len(y), np.int64)
+
+
+def _skew(client: ClientData, rule: Affine, scale: Scale | None, seed: int) -> ClientData:
+    """The client's rows through its own affine map: one gain and offset per channel (axis 1)."""
+
+    def change(rows: Rows) -> Rows:
+        position = itertools.count()
+
+        def skew(part: Tensor) -> Tensor:
+            part = to_float(part, scale)
+            if not part.is_floating_point():
+                raise UserError(f"{rule}: inputs are whole numbers; expected floating or uint8 inputs.")
+            channels = part.shape[1] if part.dim() > 1 else 1
+            shape = (1, channels, *[1] * (part.dim() - 2))[-part.dim() :]
+            drawn = rule.draw(channels, stream(seed, "partition", client.id, next(position)))
+            gain, offset = (torch.from_numpy(value).to(part).reshape(shape) for value in drawn)
+            return part * gain + offset
+
+        return Rows(map_inputs(skew, rows.x), rows.y)
+
+    return ClientData(client.id, **{name: change(rows) for name, rows in client.parts().items()})

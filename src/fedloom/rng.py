@@ -1,0 +1,154 @@
+"""Random numbers that depend on nothing but their names.
+
+Two kinds, both stateless, so that a checkpoint holds no generator and no global one is read or moved:
+
+- on the host, `stream(seed, purpose, *keys)` is a fresh NumPy generator (Philox, keyed by a hash of the
+  names);
+- on the device, `uniform(key, shape)` is counter-based noise: element i depends only on (key, i). It is made
+  of integer arithmetic on tensors, hence equal bit for bit in a plain loop, under `torch.vmap` and in a
+  traced graph, and more rows at the end leave the earlier ones as they were.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from typing import TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+PURPOSES = frozenset(
+    (
+        "init",
+        "partition",
+        "split",
+        "sample",
+        "availability",
+        "batches",
+        "noise",
+        "adapters",
+        "augment",
+        "cloud",
+    )
+)
+
+_SEPARATOR = "\x1f"
+_MASK = 0xFFFFFFFF
+_BLOCK = 1024
+# Multipliers of Wellons' `lowbias32`; the second is written less 2**32, which is the same modulo 2**32 and
+# keeps every product of it and a 32-bit word within int64.
+_FIRST = 0x7FEB352D
+_SECOND = 0x846CA68B - (1 << 32)
+# Significant bits of each floating type: more would round up to 1.0.
+_BITS = {torch.float64: 32, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
+
+_Word = TypeVar("_Word", int, Tensor)
+
+
+def _digest(size: int, parts: Sequence[object]) -> int:
+    text = _SEPARATOR.join(str(part) for part in parts)
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=size).digest(), "little")
+
+
+def stream(seed: int, purpose: str, *keys: object) -> np.random.Generator:
+    """A fresh generator for one purpose: Philox keyed by blake2b of the joined names.
+
+    Args:
+        seed: The seed of the run or of the data.
+        purpose: One of `PURPOSES`.
+        *keys: What else the draw belongs to, such as client id, round and phase.
+
+    Example:
+        >>> a, b = stream(0, "batches", "3", 1), stream(0, "batches", "3", 1)
+        >>> bool((a.permutation(9) == b.permutation(9)).all())
+        True
+    """
+    assert purpose in PURPOSES, f"unknown purpose {purpose!r}"
+    return np.random.Generator(np.random.Philox(key=_digest(16, (seed, purpose, *keys))))
+
+
+def key_of(seed: int, *keys: object) -> int:
+    """A key of 63 bits for `uniform` and `fold`, from blake2b of the joined names."""
+    return _digest(8, (seed, *keys)) >> 1
+
+
+def _mix(word: _Word) -> _Word:
+    """A bijection of 32-bit words (Wellons' `lowbias32`)."""
+    word = (word ^ (word >> 16)) * _FIRST & _MASK
+    word = (word ^ (word >> 15)) * _SECOND & _MASK
+    return word ^ (word >> 16)
+
+
+def _halves(key: Tensor) -> tuple[Tensor, Tensor]:
+    return key & _MASK, (key >> 32) & _MASK
+
+
+def fold(key: Tensor, *numbers: int | Tensor) -> Tensor:
+    """The key that belongs to `key` and these numbers, in order; a Python integer and a tensor give the same.
+
+    Args:
+        key: int64 tensor of any shape, usually 0-dimensional.
+        *numbers: Integers or int64 tensors, such as step and module.
+
+    Example:
+        >>> bool(fold(torch.tensor(7), 1, 2) == fold(fold(torch.tensor(7), 1), torch.tensor(2)))
+        True
+    """
+    for number in numbers:
+        low, high = _halves(key)
+        if isinstance(number, Tensor):
+            first, second = _mix((number + 0x9E3779B9) & _MASK), _mix(((number >> 32) ^ 0x85EBCA6B) & _MASK)
+            low, high = low ^ first, high ^ second
+        else:
+            low = low ^ _mix((number + 0x9E3779B9) & _MASK)
+            high = high ^ _mix(((number >> 32) ^ 0x85EBCA6B) & _MASK)
+        low = _mix(low)
+        high = _mix((high + low) & _MASK)
+        low = _mix((low + high) & _MASK)
+        key = ((high & 0x7FFFFFFF) << 32) | low
+    return key
+
+
+def bits(key: Tensor, shape: Sequence[int]) -> Tensor:
+    """Uniform 32-bit words in int64; element i, in row-major order, depends only on (key, i).
+
+    Words come in blocks of `_BLOCK`: each block's start and mid-way key are hashed twice, each word then
+    once, which halves the passes over memory.
+    """
+    count = math.prod(shape)
+    assert count <= _MASK, "more elements than the counter can tell apart"
+    low, high = _halves(fold(key, 0))
+    block = torch.arange(-(-count // _BLOCK), device=key.device, dtype=torch.int64)
+    start = _mix(_mix((block + low) & _MASK) ^ high) >> 1
+    middle = _mix(_mix((block + high) & _MASK) ^ low)
+    word = start[:, None] + torch.arange(_BLOCK, device=key.device, dtype=torch.int64)
+    word = (word ^ (word >> 16)) * _FIRST & _MASK ^ middle[:, None]
+    word = (word ^ (word >> 15)) * _SECOND & _MASK
+    return (word ^ (word >> 16)).reshape(-1)[:count].reshape(tuple(shape))
+
+
+def uniform(key: Tensor, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
+    """Uniform numbers in [0, 1); element i, in row-major order, depends only on (key, i).
+
+    Args:
+        key: int64 tensor, 0-dimensional; under `torch.vmap` it may be batched.
+        shape: Shape of the result, known without looking at the data.
+        dtype: A floating type; the narrower ones see the leading bits of the wider ones.
+
+    Example:
+        >>> key = torch.tensor(key_of(0, "noise", "3"))
+        >>> bool((uniform(key, (5, 4))[:3] == uniform(key, (3, 4))).all())
+        True
+    """
+    width = _BITS[dtype]
+    return (bits(key, shape) >> (32 - width)).to(dtype) * 2.0**-width
+
+
+def normal(key: Tensor, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
+    """Standard normal numbers by Box and Muller: sqrt(-2 ln(1 - u1)) cos(2 pi u2)."""
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    radius = (-2.0 * torch.log1p(-uniform(fold(key, 1), shape, wide))).sqrt()
+    return (radius * torch.cos(2.0 * math.pi * uniform(fold(key, 2), shape, wide))).to(dtype)
