@@ -48,7 +48,15 @@ CLASSIFICATION = [
     Case("resnet20", (3, 8, 9)),
     Case("resnet20", (3, 8, 9), options={"shortcut": "projection"}),
 ]
-SEGMENTATION: list[Case] = []
+SEGMENTATION = [
+    Case("deeplabv3plus_resnet18", (3, 33, 50)),
+    Case("deeplabv3plus_resnet18", (3, 33, 50), options={"separable": True}),
+    Case("topformer_t", (3, 65, 70)),
+    Case("topformer_s", (3, 65, 70)),
+    Case("topformer_b", (3, 65, 70)),
+    Case("seaformer_t", (3, 65, 70)),
+    Case("seaformer_s", (3, 65, 70)),
+]
 CASES = CLASSIFICATION + SEGMENTATION
 
 

@@ -11,10 +11,13 @@ from torch import nn
 
 from fedloom.errors import UnknownName, UserError
 from fedloom.models.convnets import convnet3, convnet4
+from fedloom.models.deeplab import deeplabv3plus_resnet18
 from fedloom.models.layers import image_extent
 from fedloom.models.perceptrons import fedmap_mlp, mlp
 from fedloom.models.plain import cnn20, femnist_cnn, office_cnn, pfllib_cnn
 from fedloom.models.resnets import resnet9, resnet18, resnet20
+from fedloom.models.seaformers import seaformer_s, seaformer_t
+from fedloom.models.topformers import topformer_b, topformer_s, topformer_t
 
 __all__ = [
     "ALIASES",
@@ -23,6 +26,7 @@ __all__ = [
     "cnn20",
     "convnet3",
     "convnet4",
+    "deeplabv3plus_resnet18",
     "describe",
     "fedmap_mlp",
     "femnist_cnn",
@@ -33,6 +37,11 @@ __all__ = [
     "resnet18",
     "resnet20",
     "resnet9",
+    "seaformer_s",
+    "seaformer_t",
+    "topformer_b",
+    "topformer_s",
+    "topformer_t",
 ]
 
 lag_cnn = cnn20
@@ -51,6 +60,12 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
         resnet9,
         resnet18,
         resnet20,
+        deeplabv3plus_resnet18,
+        topformer_t,
+        topformer_s,
+        topformer_b,
+        seaformer_t,
+        seaformer_s,
     )
 }
 """Every network by name, as a function that makes it."""
