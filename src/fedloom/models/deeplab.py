@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from fedloom.models.layers import ConvNorm, Network, Norm, he_normal_, positive, resize
+from fedloom.models.layers import ConvNorm, Network, Norm, flag, he_normal_, positive, resize
 from fedloom.models.resnets import BasicBlock
 
 
@@ -105,4 +105,4 @@ def deeplabv3plus_resnet18(
 
     Reference: Chen et al., Encoder-Decoder with Atrous Separable Convolution, 2018; OmniISR, section IV.
     """
-    return DeepLabV3Plus(num_classes, in_channels, norm, separable)
+    return DeepLabV3Plus(num_classes, in_channels, norm, flag("separable", separable))

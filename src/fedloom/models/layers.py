@@ -67,6 +67,13 @@ def probability(name: str, value: Any) -> float:
     return float(value)
 
 
+def flag(name: str, value: Any) -> bool:
+    """`value` if it is true or false, else an error that names the argument."""
+    if not isinstance(value, bool):
+        raise UserError(f"{name} = {value!r}: true or false was expected")
+    return value
+
+
 def choice(name: str, value: Any, allowed: Sequence[str]) -> str:
     """`value` if it is one of `allowed`, else an error that lists them."""
     if not isinstance(value, str) or value not in allowed:

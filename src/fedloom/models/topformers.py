@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedloom.models.layers import ConvNorm, Network, Norm, positive, probability, resize
+from fedloom.models.layers import ConvNorm, Network, Norm, flag, positive, probability, resize
 from fedloom.models.mobile import (
     Row,
     TokenBlock,
@@ -60,7 +60,7 @@ class TokenAttention(nn.Module):
         super().__init__()
         key, value = 16, 32
         self.heads = heads
-        self.scale = key**-0.5 if scaled else 1.0
+        self.scale = key**-0.5 if flag("scaled", scaled) else 1.0
         self.q = ConvNorm(width, heads * key, norm=norm)
         self.k = ConvNorm(width, heads * key, norm=norm)
         self.v = ConvNorm(width, heads * value, norm=norm)
