@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,8 +14,9 @@ from torch import Tensor
 from fedloom.data.dealing import Index, Labels
 from fedloom.data.federation import ClientData, Federation, Scale, to_float
 from fedloom.data.partitions import Affine, Natural, Partitioner, iid
+from fedloom.data.preprocessing import Preprocess
 from fedloom.data.rows import Rows, concatenate, map_inputs
-from fedloom.data.splits import SPLITS, cut, matched
+from fedloom.data.splits import SPLITS, check_share, matched, three_way
 from fedloom.errors import UserError
 from fedloom.rng import stream
 
@@ -35,6 +37,8 @@ class Dataset:
         train_groups: For each training row its natural client, as a position in `groups`.
         test_groups: The same for the test rows.
         options: Options of the reader that differ from their defaults; part of the federation's origin.
+        preprocess: What to do with the columns of x once the rows are dealt.
+        columns: Names of the columns of x.
     """
 
     name: str
@@ -46,6 +50,8 @@ class Dataset:
     train_groups: Labels | None = None
     test_groups: Labels | None = None
     options: dict[str, Any] = field(default_factory=dict)
+    preprocess: Preprocess | None = None
+    columns: tuple[str, ...] | None = None
 
     def __len__(self) -> int:
         return len(self.train) + (0 if self.test is None else len(self.test))
@@ -59,6 +65,7 @@ class Dataset:
         split: str | None = None,
         test: float = 0.25,
         val: float = 0.0,
+        preprocess: Preprocess | Mapping[str, Any] | None = None,
     ) -> Federation:
         """Deal the rows to clients.
 
@@ -69,10 +76,11 @@ class Dataset:
             seed: Seed of the partition and of the splits.
             split: "matched": official test rows are dealt with each client's training proportions (default
                 where there is an official test set). "per_client": all rows are pooled and dealt, then cut
-                at each client, stratified where a class has two rows (default otherwise). "shared": everyone has the
-                whole official test set.
+                at each client, stratified where a class has two rows (default otherwise). "shared": everyone
+                has the whole official test set.
             test: Share of a client's rows that "per_client" cuts off for testing.
             val: Share of a client's remaining training rows that is cut off for validation.
+            preprocess: What to do with the columns of x, instead of the data set's own; see `Preprocess`.
 
         Example:
             >>> from fedloom.data import dirichlet, load
@@ -94,41 +102,33 @@ class Dataset:
         )
         made = []
         for name, part, held_out in zip(ids, parts, tests, strict=True):
-            draw = stream(seed, "split", name)
-            if split == "per_client":
-                kept, off = cut(labels[part], test, draw)
-                part, held_out = part[kept], _take(pool, part[off])
-            kept, off = cut(labels[part], val, draw)
-            train = pool.take(torch.from_numpy(part[kept]))
-            client = ClientData(name, train, held_out, _take(pool, part[off]))
-            made.append(
-                _skew(client, partitioner, self.scale, seed) if isinstance(partitioner, Affine) else client
-            )
+            share = test if split == "per_client" else 0.0
+            train, off, checked = three_way(labels[part], share, val, stream(seed, "split", name))
+            held_out = _take(pool, part[off]) if split == "per_client" else held_out
+            client = ClientData(name, pool.take(torch.from_numpy(part[train])), held_out, _take(pool, part[checked]))
+            made.append(_skew(client, partitioner, self.scale, seed) if isinstance(partitioner, Affine) else client)
         origin = {"name": self.name, "partition": str(partitioner), "clients": clients, "seed": seed}
         origin |= {"split": split, "test": test, "val": val, **self.options}
         scale = None if isinstance(partitioner, Affine) else self.scale
-        return Federation(tuple(made), None, self.name, self.classes, scale, origin)
+        federation = Federation(tuple(made), None, self.name, self.classes, scale, origin)
+        spec = self.preprocess if preprocess is None else Preprocess.of(preprocess)
+        return federation if spec is None else federation.preprocess(spec, columns=self.columns)
 
     def _check(self, rule: Partitioner, split: str | None, test: float, val: float) -> tuple[str, bool]:
         """The split to use, and whether clients are the natural ones."""
         if not isinstance(rule, Partitioner):
-            raise UserError(
-                f"partition: got {rule!r}; expected a rule such as fl.dirichlet(0.3) or fl.iid()."
-            )
+            raise UserError(f"partition: got {rule!r}; expected a rule such as fl.dirichlet(0.3) or fl.iid().")
         by_group = isinstance(rule.base if isinstance(rule, Affine) else rule, Natural)
         if by_group and not self.groups:
-            raise UserError(
-                f"data set {self.name!r} has no natural clients. Use fl.iid() or fl.dirichlet(0.3)."
-            )
+            raise UserError(f"data set {self.name!r} has no natural clients. Use fl.iid() or fl.dirichlet(0.3).")
         if split is None:
             split = "per_client" if self.test is None else "matched"
         if split not in SPLITS:
             raise UserError(f"split = {split!r}; expected one of {', '.join(SPLITS)}.")
         if split != "per_client" and self.test is None:
             raise UserError(f"split = {split!r}: {self.name!r} has no official test set. Use 'per_client'.")
-        for name, value in (("test", test), ("val", val)):
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1:
-                raise UserError(f"{name} = {value!r}; expected a share of at least 0 and below 1.")
+        check_share("test", test)
+        check_share("val", val)
         return split, by_group
 
     def _pool(self, split: str) -> tuple[Rows, Labels]:
@@ -154,6 +154,22 @@ class Dataset:
         return [_take(self.test, index) for index in dealt]
 
 
+def cut_client(name: str, rows: Rows, test: float, val: float, seed: int) -> ClientData:
+    """One client's rows, cut into training, test and validation as `Dataset.partition` cuts them.
+
+    Args:
+        name: The client's id.
+        rows: All its rows.
+        test: Share of the rows cut off for testing.
+        val: Share of the remaining rows cut off for validation.
+        seed: Seed of the cut.
+    """
+    check_share("test", test)
+    check_share("val", val)
+    train, off, checked = three_way(_classes(rows.y), test, val, stream(seed, "split", name))
+    return ClientData(name, rows.take(torch.from_numpy(train)), _take(rows, off), _take(rows, checked))
+
+
 def _take(rows: Rows, index: Index) -> Rows | None:
     return rows.take(torch.from_numpy(index)) if len(index) else None
 
@@ -163,9 +179,7 @@ def _classes(y: Tensor, rule: Partitioner | None = None) -> Labels:
     if y.dim() == 1 and not y.is_floating_point():
         return np.asarray(y.numpy(), np.int64)
     if rule is not None and (rule.base if isinstance(rule, Affine) else rule).by_class:
-        raise UserError(
-            f"{rule} deals by class, but these labels are no classes. Use iid, quantity or natural."
-        )
+        raise UserError(f"{rule} deals by class, but these labels are no classes. Use iid, quantity or natural.")
     return np.zeros(len(y), np.int64)
 
 

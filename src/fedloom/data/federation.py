@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from fedloom.data.preprocessing import Preprocess, Preprocessing, fit, plain
 from fedloom.data.rows import Rows, leaves, make_rows, map_inputs
 from fedloom.errors import UserError
 
+if TYPE_CHECKING:
+    from fedloom.data.summary import Summary
+
 _ID_LENGTH = 64
+_CLOUD = "cloud"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +68,7 @@ class Federation:
         scale: How uint8 inputs are scaled in the step.
         origin: JSON-able description that is enough to make the federation again; empty means "not
             repeatable".
+        preprocessing: What was done to the inputs, fitted; saved with a model and applied by `predict`.
 
     Example:
         >>> import numpy as np
@@ -77,6 +84,7 @@ class Federation:
     classes: tuple[str, ...] | None = None
     scale: Scale | None = None
     origin: dict[str, Any] = field(default_factory=dict)
+    preprocessing: Preprocessing | None = None
 
     def __post_init__(self) -> None:
         if not self.clients:
@@ -128,7 +136,7 @@ class Federation:
         name: str = "arrays",
         classes: Sequence[str] | None = None,
         scale: Scale | None = None,
-        allow_missing: bool = False,
+        preprocess: Preprocess | Mapping[str, Any] | None = None,
     ) -> Federation:
         """A federation from numpy arrays or torch tensors, which are shared, not copied.
 
@@ -141,23 +149,119 @@ class Federation:
             name: Where the data come from.
             classes: Class names, by label.
             scale: How uint8 inputs are scaled; x/255 only, without.
-            allow_missing: Accept NaN in x, for data that will be preprocessed.
+            preprocess: What to do with the columns (axis 1) of x; see `Preprocess`.
         """
         entries = list(clients)
         names = [str(i) for i in (range(len(entries)) if ids is None else ids)]
         if len(names) != len(entries):
             raise UserError(f"{len(names)} ids for {len(entries)} clients; expected one id per client.")
         check_ids(names)
-        made = [_client(key, entry, allow_missing) for key, entry in zip(names, entries, strict=True)]
-        server = None if cloud is None else make_rows(cloud, "cloud", allow_missing=allow_missing)
+        raw = preprocess is not None
+        made = [_client(key, entry, raw) for key, entry in zip(names, entries, strict=True)]
+        server = None if cloud is None else make_rows(cloud, "cloud", allow_missing=raw)
         made, server = _promote(made, server)
         named = None if classes is None else tuple(str(c) for c in classes)
-        return cls(tuple(made), server, name, named, scale)
+        federation = cls(tuple(made), server, name, named, scale)
+        return federation if preprocess is None else federation.preprocess(preprocess)
+
+    @classmethod
+    def from_datasets(
+        cls,
+        clients: Iterable[Any],
+        ids: Sequence[object] | None = None,
+        *,
+        name: str = "datasets",
+        classes: Sequence[str] | None = None,
+        scale: Scale | None = None,
+    ) -> Federation:
+        """A federation from torch datasets, of which every item is read once into memory.
+
+        Random transforms are frozen by that (a warning says so): augment in training instead.
+
+        Args:
+            clients: For each client `(train, test)` or `(train, test, val)`; each a dataset of items `(x, y)`
+                or dictionaries with a label, or None.
+            ids: A name for each client; "0", "1", ... without.
+            name: Where the data come from.
+            classes: Class names, by label.
+            scale: How uint8 inputs are scaled; x/255 only, without.
+        """
+        from fedloom.data.torch_datasets import read_clients
+
+        return cls.from_arrays(read_clients(clients, ids), ids, name=name, classes=classes, scale=scale)
+
+    @classmethod
+    def from_folder(cls, path: str | Path, **options: Any) -> Federation:
+        """A federation from a folder with a file per client; see `fedloom.data.from_folder`."""
+        from fedloom.data.folders import from_folder
+
+        return from_folder(path, **options)
+
+    @classmethod
+    def from_table(cls, data: Any, *, client: str, label: str, **options: Any) -> Federation:
+        """A federation from one table with a client column; see `fedloom.data.from_table`."""
+        from fedloom.data.folders import from_table
+
+        return from_table(data, client=client, label=label, **options)
 
     def with_cloud(self, data: Any) -> Federation:
-        """The same clients, and rows that the server holds: `(x, y)` or `Rows`."""
-        _, cloud = _promote(list(self.clients), make_rows(data, "cloud"))
-        return replace(self, cloud=cloud, origin={})
+        """The same clients, and rows that the server holds: `(x, y)` or `Rows`.
+
+        Where the federation is preprocessed, so is the cloud, which needs a fit of the federation.
+        """
+        fitted = self.preprocessing
+        cloud = make_rows(data, "cloud", allow_missing=fitted is not None)
+        if fitted is not None:
+            cloud = Rows(fitted.apply(cloud.x, _CLOUD), cloud.y)
+        clients, cloud_rows = _promote(list(self.clients), cloud)
+        return replace(self, clients=tuple(clients), cloud=cloud_rows, origin={})
+
+    def preprocess(
+        self,
+        spec: Preprocess | Mapping[str, Any],
+        *,
+        columns: Sequence[str] | None = None,
+        vocabulary: Mapping[str, Sequence[str]] | None = None,
+    ) -> Federation:
+        """The federation with its inputs preprocessed, fitted on training rows only.
+
+        Args:
+            spec: What to do; see `Preprocess`.
+            columns: Names of the columns (axis 1) of x; "0", "1", ... without.
+            vocabulary: The words of text columns, by number.
+
+        Example:
+            >>> x, y = torch.tensor([[1.0], [float("nan")], [3.0]]), torch.zeros(3, dtype=torch.long)
+            >>> data = Federation.from_arrays([((x, y), None)], preprocess={"impute": "median"})
+            >>> data[0].train.x.squeeze(1).tolist()
+            [1.0, 2.0, 3.0]
+        """
+        if self.preprocessing is not None:
+            raise UserError("the federation is preprocessed already; give all steps in one Preprocess.")
+        train = {client.id: _columns(client.train, client.id) for client in self.clients}
+        if self.cloud is not None and Preprocess.of(spec).fit == "client":
+            train[_CLOUD] = _columns(self.cloud, _CLOUD)
+        fitted = fit(train, Preprocess.of(spec), columns, vocabulary)
+        clients = tuple(
+            ClientData(c.id, **{part: Rows(fitted.apply(rows.x, c.id), rows.y) for part, rows in c.parts().items()})
+            for c in self.clients
+        )
+        cloud = None if self.cloud is None else Rows(fitted.apply(self.cloud.x, _CLOUD), self.cloud.y)
+        origin = {**self.origin, "preprocess": plain(fitted.spec)} if self.origin else {}
+        return replace(self, clients=clients, cloud=cloud, origin=origin, preprocessing=fitted)
+
+    def check_finite(self) -> Federation:
+        """The federation itself; an error that names the client where an input is NaN or infinite."""
+        for client in self.clients:
+            for part, rows in client.parts().items():
+                make_rows(rows, f"client {client.id!r}, {part}")
+        return self
+
+    def summary(self) -> Summary:
+        """Who has what: prints as a table, and `.save("who.png")` draws it."""
+        from fedloom.data.summary import Summary
+
+        return Summary(self)
 
     def subset(self, ids: Iterable[str]) -> Federation:
         """Only the clients named, in the federation's order."""
@@ -199,6 +303,12 @@ def _client(name: str, entry: Any, allow_missing: bool) -> ClientData:
     return ClientData(name, **{part: rows for part, rows in parts.items() if part == "train" or len(rows)})
 
 
+def _columns(rows: Rows, name: str) -> Tensor:
+    if not isinstance(rows.x, Tensor) or rows.x.dim() < 2 or rows.x.dtype == torch.uint8:
+        raise UserError(f"client {name!r}: preprocessing needs x to be one floating array of rows and columns.")
+    return rows.x
+
+
 def _is_pair(value: Any) -> bool:
     return isinstance(value, Rows) or (isinstance(value, (tuple, list)) and len(value) == 2)
 
@@ -218,8 +328,7 @@ def _check_form(rows: Rows, what: str, model: Rows, whose: str) -> None:
         ours, theirs = look(rows), look(model)
         if ours != theirs:
             raise UserError(
-                f"{what}: {name} {_plain(ours)}, but {_plain(theirs)} at {whose}; "
-                "expected the same everywhere."
+                f"{what}: {name} {_plain(ours)}, but {_plain(theirs)} at {whose}; expected the same everywhere."
             )
 
 

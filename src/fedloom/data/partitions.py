@@ -52,9 +52,7 @@ class Partitioner(ABC):
         """The rows of each client, in any order."""
 
     def __str__(self) -> str:
-        given = [
-            f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if getattr(self, f.name) != f.default
-        ]
+        given = [f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if getattr(self, f.name) != f.default]
         return f"{self.name}({', '.join(given)})"
 
     def __add__(self, other: object) -> Affine:
@@ -165,8 +163,7 @@ class ClassesPerClient(Partitioner):
         empty = sum(not part for part in parts)
         if empty:
             raise UserError(
-                f"{self}: {empty} of {clients} clients would have no rows, as some classes are rare. "
-                "Use fewer clients."
+                f"{self}: {empty} of {clients} clients would have no rows, as some classes are rare. Use fewer clients."
             )
         return parts
 
@@ -225,9 +222,7 @@ class Natural(Partitioner):
     def _deal(self, labels: Labels, clients: int, generator: Generator) -> Sequence[Index]:
         known = np.unique(labels)
         if clients > len(known):
-            raise UserError(
-                f"natural(): {clients} clients, but the data have {len(known)}. Ask for at most that."
-            )
+            raise UserError(f"natural(): {clients} clients, but the data have {len(known)}. Ask for at most that.")
         chosen = np.sort(generator.choice(known, clients, replace=False))
         return [np.flatnonzero(labels == group) for group in chosen]
 

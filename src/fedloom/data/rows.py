@@ -95,9 +95,7 @@ def to_tensor(value: Any, what: str) -> Tensor:
         with warnings.catch_warnings():
             # Read-only arrays (memory maps, frombuffer) are never written to here.
             warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-            tensor = torch.from_numpy(
-                np.ascontiguousarray(array) if min(array.strides, default=0) < 0 else array
-            )
+            tensor = torch.from_numpy(np.ascontiguousarray(array) if min(array.strides, default=0) < 0 else array)
     if tensor.is_complex():
         raise UserError(
             f"{what} holds complex values; expected real numbers. Give real and imaginary parts as channels."
@@ -132,9 +130,7 @@ def _labels(value: Any, what: str) -> Tensor:
     tensor = to_tensor(value, what)
     if tensor.is_floating_point():
         if not _finite(tensor):
-            raise UserError(
-                f"{what} holds NaN or infinite labels; expected finite numbers. Remove those rows."
-            )
+            raise UserError(f"{what} holds NaN or infinite labels; expected finite numbers. Remove those rows.")
         return tensor if tensor.dtype == torch.float64 else tensor.float()
     tensor = tensor.long()
     if tensor.dim() == 2 and tensor.shape[1] == 1:
@@ -175,9 +171,7 @@ def make_rows(data: Any, what: str, *, allow_missing: bool = False) -> Rows:
         raise UserError(f"{what}: x is empty; expected at least one array.")
     for name, part in leaves(x).items():
         if len(part) != len(y):
-            raise UserError(
-                f"{what}: x{name} has {len(part)} rows but y has {len(y)}; expected one label per row."
-            )
+            raise UserError(f"{what}: x{name} has {len(part)} rows but y has {len(y)}; expected one label per row.")
     return Rows(x, y)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from fedloom.data.dealing import Generator, Index, Labels, largest_remainder
+from fedloom.errors import UserError
 
 SPLITS = ("matched", "per_client", "shared")
 
@@ -32,6 +33,19 @@ def cut(labels: Labels, fraction: float, generator: Generator) -> tuple[Index, I
     taken = largest_remainder(total, np.array([len(g) for g in groups], np.float64), generator)
     off = np.concatenate([g[:t] for g, t in zip(groups, taken, strict=True)])
     return np.setdiff1d(np.arange(n), off), np.sort(off)
+
+
+def three_way(labels: Labels, test: float, val: float, generator: Generator) -> tuple[Index, Index, Index]:
+    """Positions for training, test and validation: `test` of all rows, then `val` of the training rows."""
+    train, tested = cut(labels, test, generator)
+    kept, off = cut(labels[train], val, generator)
+    return train[kept], tested, train[off]
+
+
+def check_share(name: str, value: object) -> None:
+    """A share to cut off is at least 0 and below 1."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1:
+        raise UserError(f"{name} = {value!r}; expected a share of at least 0 and below 1.")
 
 
 def matched(train: Sequence[Labels], test: Labels, generator: Generator) -> list[Index]:

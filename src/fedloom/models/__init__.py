@@ -133,8 +133,7 @@ def build(name: str, *, num_classes: int, sample_shape: Sequence[int], **options
     for key, value in filled.items():
         if options.setdefault(key, value) != value:
             raise UserError(
-                f"model {name!r}: {key} = {options[key]!r} was given, but the data needs {value!r}; "
-                "leave it out"
+                f"model {name!r}: {key} = {options[key]!r} was given, but the data needs {value!r}; leave it out"
             )
     model = factory(**options)
     smallest = getattr(model, "min_size", 1)

@@ -39,9 +39,7 @@ class ConvNet(Network):
         return logits
 
 
-def convnet3(
-    num_classes: int = 47, in_channels: int = 1, norm: Norm = "bn_batch", width: int = 64
-) -> ConvNet:
+def convnet3(num_classes: int = 47, in_channels: int = 1, norm: Norm = "bn_batch", width: int = 64) -> ConvNet:
     """FedAIMS's network for EMNIST: three conv blocks of width 64, global pooling.
 
     Args:
@@ -59,9 +57,7 @@ def convnet3(
     return ConvNet(3, width, num_classes, in_channels, norm)
 
 
-def convnet4(
-    num_classes: int = 10, in_channels: int = 3, norm: Norm = "bn_batch", width: int = 128
-) -> ConvNet:
+def convnet4(num_classes: int = 10, in_channels: int = 3, norm: Norm = "bn_batch", width: int = 128) -> ConvNet:
     """FedAIMS's network for CIFAR-10: four conv blocks of width 128, global pooling.
 
     Args:

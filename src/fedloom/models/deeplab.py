@@ -77,9 +77,7 @@ class DeepLabV3Plus(Network):
         return resize(self.head(self.decoder(self.concat(low, high))), x.shape[-2:])
 
 
-def residual_layer(
-    inputs: int, outputs: int, norm: Norm, stride: int = 1, dilation: int = 1
-) -> nn.Sequential:
+def residual_layer(inputs: int, outputs: int, norm: Norm, stride: int = 1, dilation: int = 1) -> nn.Sequential:
     """Two basic blocks, of which the first may change width and size."""
     return nn.Sequential(
         BasicBlock(inputs, outputs, norm=norm, stride=stride, dilation=dilation),

@@ -34,9 +34,7 @@ class MLP(Network):
         return logits
 
 
-def mlp(
-    in_features: int = 64, num_classes: int = 10, hidden: int | Sequence[int] = (64,), norm: Norm = "none"
-) -> MLP:
+def mlp(in_features: int = 64, num_classes: int = 10, hidden: int | Sequence[int] = (64,), norm: Norm = "none") -> MLP:
     """Multi-layer perceptron with ReLU, for tables and flattened images.
 
     Args:

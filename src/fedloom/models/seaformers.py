@@ -125,9 +125,7 @@ class SeaFormer(Network):
         self.stage2, self.stage3, self.stage4, self.stage5 = convs[1:]
         rates = drop_path_rates(depth, probability("drop_path", drop_path))
         self.transformer1, self.transformer2 = (
-            nn.Sequential(
-                *(TokenBlock(AxialAttention(width, key, heads, norm), width, ratio, norm, r) for r in rates)
-            )
+            nn.Sequential(*(TokenBlock(AxialAttention(width, key, heads, norm), width, ratio, norm, r) for r in rates))
             for width, key, ratio in ((widths[4], 16, 2), (widths[5], 24, 4))
         )
         self.fusion1 = Fusion(widths[2], widths[4], outputs[0], norm)

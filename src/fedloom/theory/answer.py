@@ -130,10 +130,10 @@ def real(
     """The value as float64, refused outside `[low, high]` (or `(low, high]`), when not a number, or infinite.
 
     Example:
-        >>> real("eta", -1.0, open_low=True)
+        >>> real("a", -1.0, open_low=True)
         Traceback (most recent call last):
         ...
-        fedloom.errors.UserError: eta = -1 is out of range: expected a finite number > 0. Give eta a value there.
+        fedloom.errors.UserError: a = -1 is out of range: expected a finite number > 0. Change a.
     """
     try:
         array = np.asarray(value, dtype=np.float64)
@@ -146,7 +146,7 @@ def real(
         wanted = " and ".join(f"{sign} {limit:g}" for limit, sign in limits if np.isfinite(limit))
         kind = f"{'' if endless else 'finite '}number {wanted}".rstrip()
         given = show(array[bad][0])
-        raise UserError(f"{name} = {given} is out of range: expected a {kind}. Give {name} a value there.")
+        raise UserError(f"{name} = {given} is out of range: expected a {kind}. Change {name}.")
     return array
 
 

@@ -16,9 +16,7 @@ def _taps(mi: Any, ne: Any, alpha: Any, lam: Any, *, power: int) -> tuple[Any, A
     alpha, lam = np.atleast_1d(real("alpha", alpha)), np.atleast_1d(real("lam", lam))
     for name, weights, values in (("alpha", alpha, mi), ("lam", lam, ne)):
         if len(weights) not in (1, len(values)):
-            raise UserError(
-                f"{name} has {len(weights)} weights for {len(values)} taps. Give one, or one for each tap."
-            )
+            raise UserError(f"{name} has {len(weights)} weights for {len(values)} taps. Give one, or one for each tap.")
     return alpha**power * mi, lam**power * ne
 
 

@@ -60,9 +60,7 @@ def draw_escape(path: str | Path, *, mode: Mode = "paper", **constants: float) -
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
-        raise UserError(
-            "the picture needs matplotlib. Install it with: pip install 'fedloom[plots]'"
-        ) from None
+        raise UserError("the picture needs matplotlib. Install it with: pip install 'fedloom[plots]'") from None
     figure = Figure(figsize=(11, 8), layout="constrained")
     FigureCanvasAgg(figure)
     labels = {
@@ -80,9 +78,7 @@ def draw_escape(path: str | Path, *, mode: Mode = "paper", **constants: float) -
         axes.grid(True, which="both", alpha=0.2)
         if axes.lines:
             axes.legend(fontsize="small")
-    figure.suptitle(
-        f"Escape time from a strict saddle, eq. 21 ({mode}); a curve ends where there is no bound"
-    )
+    figure.suptitle(f"Escape time from a strict saddle, eq. 21 ({mode}); a curve ends where there is no bound")
     date = {"Date": None} if path.suffix == ".svg" else {"Software": None}
     with matplotlib.rc_context({"svg.hashsalt": "fedloom"}):
         figure.savefig(path, metadata=date)

@@ -124,9 +124,7 @@ def hybrid_bound(
     )
 
 
-def hybrid_bound_explicit(
-    *, gap: Real, eta: Real, rounds: Real, smoothness: Real, noise: Real, bias: Real
-) -> Answer:
+def hybrid_bound_explicit(*, gap: Real, eta: Real, rounds: Real, smoothness: Real, noise: Real, bias: Real) -> Answer:
     """Hybrid bound with every constant known (ours).
 
     A <= 4 Delta/(eta sqrt T) + 2 L eta sigma_eff^2/sqrt T + 3 B_eff^2

@@ -83,9 +83,7 @@ def _updates(updates: Any) -> Any:
     rows = np.atleast_1d(real("updates", updates, low=-np.inf))
     rows = rows.reshape(len(rows), -1)
     if len(rows) < 2:
-        raise UserError(
-            f"{len(rows)} update was given: expected those of at least two users. Give a row for each."
-        )
+        raise UserError(f"{len(rows)} update was given: expected those of at least two users. Give a row for each.")
     return rows
 
 

@@ -24,9 +24,7 @@ def map_hessian(distance: Any, s: Any, *, eps: float, c: float = 1.0, mode: Mode
     Reference: FedMAP, appendix A.2, proof of Lemma 1.
     """
     check_mode(mode)
-    distance, s = np.broadcast_arrays(
-        real("distance", distance, low=-np.inf), real("s", s, low=-c, open_low=True)
-    )
+    distance, s = np.broadcast_arrays(real("distance", distance, low=-np.inf), real("s", s, low=-c, open_low=True))
     eps, a = positive("eps", eps), 1 / (s + c)
     scale, ridge = (2.0, eps) if mode == "paper" else (1.0, 2 * eps)
     row = np.stack([np.ones_like(a), -np.ones_like(a), -a * distance], axis=-1)
@@ -52,9 +50,7 @@ def _least_curvature(distance: Any, s: Any, *, eps: float, c: float, mode: Mode 
     return 1 / np.linalg.eigvalsh(rows)[..., -1]
 
 
-def map_curvature(
-    *, distance: Real, s: Real = 0.0, eps: float = 1e-4, c: float = 1.0, mode: Mode = "sound"
-) -> Answer:
+def map_curvature(*, distance: Real, s: Real = 0.0, eps: float = 1e-4, c: float = 1.0, mode: Mode = "sound") -> Answer:
     """Least curvature of the learnable prior at a point: the smallest eigenvalue of `map_hessian`.
 
     Positive everywhere, and at most 2 eps/(2 + d^2/(s + c)^2), which tends to 0 as |d| = |theta - mu| grows.

@@ -105,8 +105,7 @@ def compare_modes(
             mode="hybrid",
             update="theta - eta_t (a_t g_CL + (1 - a_t) g_FL)",
             formula="C Delta/(a_min eta sqrt T) + C eta sigma_eff^2/sqrt T + C B_eff^2",
-            rate="O(1/sqrt T) + C B_eff^2; "
-            f"rounds 4 C^2 Delta sigma_eff^2/(a_min{power} (eps - C B_eff^2)^2)",
+            rate=f"O(1/sqrt T) + C B_eff^2; rounds 4 C^2 Delta sigma_eff^2/(a_min{power} (eps - C B_eff^2)^2)",
             condition="L eta <= sqrt(T)/4",
             holds=hybrid.conditions[-1].everywhere,
             bound=hybrid,

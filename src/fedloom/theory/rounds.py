@@ -23,9 +23,7 @@ def _rounds(a: Any, b: Any, eta: Any, eps: Any) -> tuple[Any, Any]:
         return np.where(eps > 0, (cost / eps) ** 2, np.inf), eta
 
 
-def rounds_cl(
-    *, eps: Real, gap: Real, smoothness: Real, second_moment: Real, eta: Real | None = None
-) -> Answer:
+def rounds_cl(*, eps: Real, gap: Real, smoothness: Real, second_moment: Real, eta: Real | None = None) -> Answer:
     """Centralised rounds: T = ((2 Delta/eta + L eta V)/eps)^2; at the best step 8 Delta L V/eps^2.
 
     Args:

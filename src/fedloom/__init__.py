@@ -1,0 +1,61 @@
+"""fedloom: personalised federated learning on PyTorch, with methods woven from parts that compose."""
+
+from fedloom import data, models
+from fedloom.data import Federation, affine, classes_per_client, dirichlet, iid, natural, quantity, shards
+from fedloom.errors import Conflict, FedloomError, NotVectorisable, RunError, UnknownName, UserError
+from fedloom.expr import method
+from fedloom.methods import ditto, fedavg, fedbn, fedper, fedprox, fedrep, local, scaffold
+from fedloom.optim import adam, adamw, sgd
+from fedloom.plugins import clip, control_variates, noise, personal, proximal
+from fedloom.record import Method, Plugin, compose
+from fedloom.registry import describe, list_methods, list_plugins
+from fedloom.result import Result
+from fedloom.simulation import fit
+from fedloom.tasks import Task
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Conflict",
+    "Federation",
+    "FedloomError",
+    "Method",
+    "NotVectorisable",
+    "Plugin",
+    "Result",
+    "RunError",
+    "Task",
+    "UnknownName",
+    "UserError",
+    "adam",
+    "adamw",
+    "affine",
+    "classes_per_client",
+    "clip",
+    "compose",
+    "control_variates",
+    "data",
+    "describe",
+    "dirichlet",
+    "ditto",
+    "fedavg",
+    "fedbn",
+    "fedper",
+    "fedprox",
+    "fedrep",
+    "fit",
+    "iid",
+    "list_methods",
+    "list_plugins",
+    "local",
+    "method",
+    "models",
+    "natural",
+    "noise",
+    "personal",
+    "proximal",
+    "quantity",
+    "scaffold",
+    "sgd",
+    "shards",
+]

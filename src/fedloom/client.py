@@ -1,0 +1,413 @@
+"""A client's work in a round: the interpreter of programs, and THE local loop.
+
+The code here serves one client or many side by side. How tensors are laid out (plain, or stacked along a client axis)
+is the business of a :class:`Layout`, which an engine provides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from fedloom import rng, tree
+from fedloom.bound import Bound, BoundPhase
+from fedloom.optim import Optimizer, OptState
+from fedloom.slots import Judge, Phase, Program, Receive, Send, Sweep
+from fedloom.types import Batch, Inputs, Leaves, Memory, Message, Seen
+from fedloom.view import View
+from fedloom.work import ClientState, Participant, Post, Reply, Work
+
+
+class Layout(Protocol):
+    """How the tensors of the clients at work are laid out."""
+
+    def gather(self, values: Sequence[Tensor]) -> Tensor:
+        """Joins the clients' values of one tensor."""
+
+    def split(self, value: Tensor) -> Sequence[Tensor]:
+        """The clients' values of one tensor."""
+
+    def call(self, fn: Callable[..., Any], *args: Any) -> Any:
+        """Calls a function of one client's tensors for every client."""
+
+    def batches(self, desk: Desk, phase: BoundPhase) -> Iterator[tuple[Batch, Tensor | None]]:
+        """The batches of a phase, and which clients take part in each (None: all)."""
+
+    def sweep(self, desk: Desk, rows: str) -> Iterator[Batch]:
+        """All rows in order."""
+
+    def trim(self, desk: Desk, rows: str, kept: Tensor) -> Sequence[Tensor]:
+        """Per client the kept values of its real rows."""
+
+
+class Desk:
+    """Where one client works, or many side by side, while a program runs."""
+
+    def __init__(
+        self, bound: Bound, work: Work, post: Post, participants: Sequence[Participant], layout: Layout
+    ) -> None:
+        self.bound, self.work, self.post, self.participants, self.layout = (
+            bound,
+            work,
+            post,
+            participants,
+            layout,
+        )
+        optimizer = work.optimizer
+        self.lr = optimizer.lr_at(post.round, work.rounds)
+        self.rates = {
+            name: (phase.phase.optimizer or optimizer).lr_at(post.round, work.rounds)
+            for name, phase in bound.phases.items()
+        }
+        self.leaves: Leaves = post.leaves
+        self.message: Message = {}
+        self.losses: list[Tensor] = []
+        self.judged: dict[str, tuple[Leaves, dict[str, Sequence[Tensor]]]] = {}
+        self.optimizer: dict[str, list[OptState]] = {}
+        self.private = self._private()
+
+    # What clients see.
+
+    def _private(self) -> dict[str, Any]:
+        people, gather = self.participants, self.layout.gather
+        like = next(iter(self.post.leaves.values()))
+        dtype = self.bound.structure.dtype
+
+        def numbers(values: list[float]) -> Tensor:
+            return gather([torch.tensor(v, dtype=dtype, device=like.device) for v in values])
+
+        def memories(of: Callable[[Participant], Memory], owners: Memory) -> Memory:
+            return {o: {k: gather([of(p)[o][k] for p in people]) for k in owners[o]} for o in owners}
+
+        fresh = self.bound.memory
+        keys = [rng.key_of(self.work.seed, "noise", p.site.id, self.post.round) for p in people]
+        return {
+            "start": {},
+            "addressed": memories(lambda p: p.addressed, people[0].addressed),
+            "memory": memories(lambda p: {**fresh, **p.state.memory}, fresh),
+            "swept": {},
+            "steps": {},
+            "n": numbers([float(len(p.site.train)) for p in people]),
+            "counts": gather([p.site.counts for p in people]),
+            "first": numbers([float(p.state.rounds == 0) for p in people]),
+            "noise": gather([torch.tensor(k, device=like.device) for k in keys]),
+        }
+
+    def see(self, private: Mapping[str, Any], final: Leaves | None = None) -> Seen:
+        """What one client sees, given its private part."""
+        post = self.post
+        return Seen(
+            **private,
+            received=post.leaves,
+            broadcast=post.broadcast,
+            gate=post.gate,
+            final=final or {},
+            round=post.round,
+            lr=self.lr,
+            cohort=post.cohort,
+            population=post.population,
+            key=self.participants[0].key,
+            specs=self.bound.specs,
+            rates=self.rates,
+        )
+
+    # Programs.
+
+    def run(self, program: Program) -> None:
+        """Interprets a program."""
+        for step in program:
+            if isinstance(step, Receive):
+                self.receive(step)
+            elif isinstance(step, Phase):
+                self.train(self.bound.phases[step.name])
+            elif isinstance(step, Sweep):
+                self.private["swept"] = {**self.private["swept"], step.name: self.sweep(step)}
+            elif isinstance(step, Judge):
+                self.judge(step)
+            else:
+                assert isinstance(step, Send)
+                self.send("setup" if program is self.bound.method.schedule.setup else "round")
+
+    def receive(self, step: Receive) -> None:
+        """Shared leaves come from the server, kept ones are the client's own; then the method's receive rule."""
+        post, specs, gather = self.post, self.bound.specs, self.layout.gather
+        start: Leaves = {}
+        for name, value in post.leaves.items():
+            everywhere = [value] * len(self.participants)
+            if not specs[name].kept or step.plain:
+                start[name] = gather(everywhere)
+                continue
+            own = [p.state.leaves.get(name, value) for p in self.participants]
+            gate = post.gate.get(name)
+            mine = gather(own)
+            start[name] = mine if gate is None else torch.where(gate.bool(), gather(everywhere), mine)
+        rule = self.bound.method.partition.receive
+        if rule is not None and not step.plain:
+            apply = rule
+            start = self.layout.call(lambda s, private: {**s, **apply(s, self.see(private))}, start, self.private)
+        self.leaves = start
+        self.private["start"] = start
+
+    def train(self, bound_phase: BoundPhase) -> None:
+        """THE local loop."""
+        phase, layout = bound_phase.phase, self.layout
+        leaves = dict(self.leaves)
+        buffers = [s.name for s in self.bound.specs.values() if s.copy == phase.copy and s.buffer]
+        for name in buffers:
+            leaves[name] = leaves[name].clone()
+        for name in bound_phase.trained:
+            leaves[name] = leaves[name].detach().clone(memory_format=torch.preserve_format).requires_grad_()
+        stepper = _Stepper(self, bound_phase, leaves)
+        carry = {t.owner: self._carry(t.carry) for t in bound_phase.terms if t.carry is not None}
+        objective = self._objective(bound_phase)
+        history, going, total, moved, made = None, None, None, None, 0
+        for batch, active in layout.batches(self, bound_phase):
+            if phase.until is not None:
+                if history is None:
+                    history = self.private["n"].new_full((*self.private["n"].shape, 10), torch.inf)
+                going = self._going(phase, history, going, made)
+                active = going if active is None else active * going
+                if active.dim() == 0:
+                    if not bool(active):
+                        break
+                    active = None
+            packed, step = batch.packed(), self._step(made)
+            for _ in range(phase.repeat):
+                losses, carry = layout.call(objective, leaves, self.private, packed, carry, step)
+                stepper(losses, active)
+                if phase.project is not None:
+                    self._assign(phase.project, leaves, bound_phase, active)
+            if phase.after is not None:
+                self._assign(phase.after, leaves, bound_phase, active)
+            losses = losses.detach()
+            if history is not None:
+                history = torch.cat([history[..., 1:], losses[..., None].to(history.dtype)], -1)
+            if active is not None:
+                losses = torch.where(active > 0, losses, torch.zeros_like(losses))
+                moved = active.to(self.private["n"].dtype) + (0 if moved is None else moved)
+            total = losses if total is None else total + losses
+            made += 1
+        count = torch.full_like(self.private["n"], float(made)) if moved is None else moved
+        self.private["steps"] = {**self.private["steps"], phase.name: count}
+        if total is not None:
+            self.losses.append(total / count.clamp(min=1).to(total.dtype))
+        self.leaves = {k: v.detach() for k, v in leaves.items()}
+        if self.work.keep_optimizer:
+            self.optimizer[phase.name] = stepper.states
+
+    def sweep(self, step: Sweep) -> Leaves:
+        """One pass over the training rows that adds up a statistic."""
+        taps = {step.name: self.bound.taps(step.taps)}
+
+        def fn(leaves: Leaves, private: dict[str, Any], packed: dict[str, Any]) -> Leaves:
+            seen = self.see(private)
+            if step.at == "received":
+                leaves = {**leaves, **seen.received}
+            elif callable(step.at):
+                leaves = {**leaves, **step.at(leaves, seen)}
+            batch = Batch.unpacked(packed)
+            return step.fn(
+                View(self.bound, leaves, batch, seen, copy=step.copy, train=step.train, taps=taps),
+                batch,
+                seen,
+            )
+
+        sums = self._accumulate(fn, "train")
+        if step.finish is not None:
+            finish = step.finish
+            sums = self.layout.call(lambda s, private: finish(s, self.see(private)), sums, self.private)
+        return sums
+
+    def judge(self, step: Judge) -> None:
+        """The model on rows it was not trained on."""
+        task = self.bound.task
+
+        def fn(leaves: Leaves, private: dict[str, Any], packed: dict[str, Any]) -> Leaves:
+            batch = Batch.unpacked(packed)
+            output = self._output(leaves, private, batch, step.route)
+            return task.statistics(output, batch) if task.statistics is not None else {"output": output, "y": batch.y}
+
+        if task.statistics is not None:
+            self.judged[step.name] = (self._accumulate(fn, step.rows), {})
+        else:
+            self.judged[step.name] = ({}, self._keep(fn, step.rows))
+
+    @torch.no_grad()
+    def predict(self, x: Inputs) -> Tensor:
+        """Output of one client's own model for some inputs."""
+        first = x if isinstance(x, Tensor) else next(iter(x.values() if isinstance(x, dict) else x))
+        batch = Batch(x, torch.zeros(first.shape[0], dtype=torch.long, device=first.device))
+        return self._output(self.leaves, self.private, batch, route=True)
+
+    def _output(self, leaves: Leaves, private: Mapping[str, Any], batch: Batch, route: bool) -> Tensor:
+        rule, seen = self.bound.method.evaluate, self.see(private)
+        predict = rule.predict if route else None
+        taps = {} if predict is None else {"predict": self.bound.taps(rule.taps)}
+        view = View(self.bound, leaves, batch, seen, copy=rule.copy if route else "main", taps=taps)
+        return view.output if predict is None else predict(view, seen)
+
+    def send(self, when: str) -> None:
+        """The upload stages, in order."""
+        stages = [s for s in self.bound.method.upload if s.when == when]
+
+        def fn(leaves: Leaves, private: dict[str, Any]) -> tuple[Message, Memory]:
+            seen = self.see(private, leaves)
+            message: Message = {}
+            memory = dict(private["memory"])
+            for stage in stages:
+                message, kept = stage.fn(message, memory.get(stage.owner, {}), seen)
+                if stage.owner in memory:
+                    memory[stage.owner] = kept
+            return message, memory
+
+        with torch.no_grad():
+            self.message, self.private["memory"] = self.layout.call(fn, self.leaves, self.private)
+
+    def replies(self) -> list[Reply]:
+        """One reply per client."""
+        split, people = self.layout.split, self.participants
+        kept = {n: split(v) for n, v in self.leaves.items() if self.bound.specs[n].kept}
+        memory = {o: {k: split(v) for k, v in m.items()} for o, m in self.private["memory"].items()}
+        message = {e: {k: split(v) for k, v in m.items()} for e, m in self.message.items()}
+        steps = {p: split(v) for p, v in self.private["steps"].items()}
+        losses = split(torch.stack(self.losses).mean(0)) if self.losses else None
+        judged = {n: ({k: split(v) for k, v in sums.items()}, rows) for n, (sums, rows) in self.judged.items()}
+        return [
+            Reply(
+                id=p.site.id,
+                message={e: {k: v[i] for k, v in m.items()} for e, m in message.items()},
+                state=ClientState(
+                    leaves={n: v[i] for n, v in kept.items()},
+                    memory={o: {k: v[i] for k, v in m.items()} for o, m in memory.items()},
+                    rounds=p.state.rounds + 1,
+                    optimizer=self.optimizer,
+                ),
+                steps={name: int(v[i]) for name, v in steps.items()},
+                loss=None if losses is None else float(losses[i]),
+                judged={
+                    n: ({k: v[i] for k, v in sums.items()}, {k: v[i] for k, v in rows.items()})
+                    for n, (sums, rows) in judged.items()
+                },
+            )
+            for i, p in enumerate(people)
+        ]
+
+    # Details.
+
+    def _objective(self, bound_phase: BoundPhase) -> Callable[..., tuple[Tensor, Memory]]:
+        """The sum of the terms of a phase, for one client."""
+        phase, bound = bound_phase.phase, self.bound
+        trained = tuple(bound.specs[n].local for n in bound_phase.trained)
+
+        def fn(
+            leaves: Leaves, private: dict[str, Any], packed: dict[str, Any], carry: Memory, step: Tensor | int
+        ) -> tuple[Tensor, Memory]:
+            seen, batch = self.see(private), Batch.unpacked(packed)
+            if phase.view is not None:
+                leaves = {**leaves, **phase.view(leaves, seen)}
+            view = View(
+                bound,
+                leaves,
+                batch,
+                seen,
+                copy=phase.copy,
+                train=True,
+                taps=bound_phase.taps,
+                still=bound_phase.still,
+                trained=trained,
+                step=step,
+            )
+            total: Tensor | None = None
+            for term in bound_phase.terms:
+                if term.carry is None:
+                    value = term.fn(view, batch, seen)
+                else:
+                    value, moved = term.fn(view, batch, seen, carry[term.owner])
+                    carry = {**carry, term.owner: {k: v.detach() for k, v in moved.items()}}
+                total = value if total is None else total + value
+            assert total is not None, f"phase {phase.name!r} has no term"
+            return total, carry
+
+        return fn
+
+    def _step(self, made: int) -> Tensor:
+        """The number of the step as a tensor, where noise is drawn from it."""
+        noise: Tensor = self.private["noise"]
+        return torch.full_like(noise, made) if self.bound.network.noisy else noise
+
+    def _carry(self, init: Callable[..., Leaves]) -> Leaves:
+        value = init(self.bound.structure)
+        device = self.private["n"].device
+        return {k: self.layout.gather([v.to(device)] * len(self.participants)) for k, v in value.items()}
+
+    def _going(self, phase: Phase, history: Tensor, going: Tensor | None, made: int) -> Tensor:
+        until = phase.until
+        assert until is not None
+        step = torch.full_like(self.private["n"], float(made))
+        now: Tensor = self.layout.call(
+            lambda private, h, s: until(self.see(private), h, s), self.private, history, step
+        )
+        return now if going is None else going & now
+
+    def _assign(self, fn: Callable[..., Leaves], leaves: Leaves, phase: BoundPhase, active: Tensor | None) -> None:
+        """Writes a pure function of the leaves back into them; clients that have run out of batches stay still."""
+        with torch.no_grad():
+            changed = self.layout.call(lambda v, private: fn(v, self.see(private)), leaves, self.private)
+            for name, value in changed.items():
+                if active is not None and active.dim():
+                    value = torch.where(active.bool().reshape(-1, *[1] * (value.dim() - 1)), value, leaves[name])
+                if name in phase.trained:
+                    leaves[name].copy_(value)
+                else:
+                    leaves[name] = value
+
+    @torch.no_grad()
+    def _accumulate(self, fn: Callable[..., Leaves], rows: str) -> Leaves:
+        sums: Leaves | None = None
+        for batch in self.layout.sweep(self, rows):
+            part = self.layout.call(fn, self.leaves, self.private, batch.packed())
+            sums = part if sums is None else tree.add(sums, part)
+        assert sums is not None, "a sweep over no rows"
+        return sums
+
+    @torch.no_grad()
+    def _keep(self, fn: Callable[..., Leaves], rows: str) -> dict[str, Sequence[Tensor]]:
+        parts = [self.layout.call(fn, self.leaves, self.private, b.packed()) for b in self.layout.sweep(self, rows)]
+        axis = self.private["n"].dim()
+        return {k: self.layout.trim(self, rows, torch.cat([p[k] for p in parts], axis)) for k in parts[0]}
+
+
+class _Stepper:
+    """Gradient of the objective and one step of each group's optimiser."""
+
+    def __init__(self, desk: Desk, phase: BoundPhase, leaves: Leaves) -> None:
+        self.desk, self.phase = desk, phase
+        self.params = [leaves[n] for n in phase.trained]
+        self.groups: list[tuple[list[int], Optimizer, float]] = []
+        self.states: list[OptState] = []
+
+    def __call__(self, losses: Tensor, active: Tensor | None) -> None:
+        """Moves the leaves. A leaf that the objective does not reach stays, as in ``torch.optim``."""
+        if not losses.requires_grad:
+            return
+        total = losses if losses.dim() == 0 else losses.sum()
+        grads = torch.autograd.grad(total, self.params, allow_unused=True, materialize_grads=bool(self.groups))
+        if not self.groups:
+            self._begin({n for n, g in zip(self.phase.trained, grads, strict=True) if g is not None}, active)
+        for (where, optimizer, lr), state in zip(self.groups, self.states, strict=True):
+            optimizer.step_([self.params[i] for i in where], [grads[i] for i in where], state, lr, active)
+
+    def _begin(self, used: set[str], active: Tensor | None) -> None:
+        work, post = self.desk.work, self.desk.post
+        index = {n: i for i, n in enumerate(self.phase.trained)}
+        for names, optimizer in self.phase.groups:
+            chosen = optimizer or work.optimizer
+            where = [index[n] for n in names if n in used]
+            self.groups.append((where, chosen, chosen.lr_at(post.round, work.rounds)))
+            self.states.append(chosen.init([self.params[i] for i in where], active))
+        kept = self.desk.participants[0].state.optimizer.get(self.phase.phase.name)
+        if work.keep_optimizer and kept is not None:
+            self.states = kept

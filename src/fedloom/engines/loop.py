@@ -1,0 +1,95 @@
+"""The loop engine: one client after another. It is slow, plain, and the definition of right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedloom import batches, rng
+from fedloom.bound import Bound, BoundPhase
+from fedloom.client import Desk
+from fedloom.data import Rows
+from fedloom.slots import Program
+from fedloom.types import Batch
+from fedloom.work import Participant, Post, Reply, Work
+
+
+class Single:
+    """The layout of one client: tensors as they are."""
+
+    def gather(self, values: Sequence[Tensor]) -> Tensor:
+        """The only value."""
+        return values[0]
+
+    def split(self, value: Tensor) -> Sequence[Tensor]:
+        """The only value."""
+        return (value,)
+
+    def call(self, fn: Callable[..., Any], *args: Any) -> Any:
+        """A plain call."""
+        return fn(*args)
+
+    def batches(self, desk: Desk, phase: BoundPhase) -> Iterator[tuple[Batch, Tensor | None]]:
+        """The batches of a phase."""
+        person = desk.participants[0]
+        train = person.site.train
+        for groups in planned(desk, phase, person):
+            made: Batch | None = None
+            for index in reversed(groups):
+                rows = train.take(torch.from_numpy(index).to(train.y.device))
+                made = Batch(rows.x, rows.y, pair=made)
+            assert made is not None
+            yield made, None
+
+    def sweep(self, desk: Desk, rows: str) -> Iterator[Batch]:
+        """All rows in order."""
+        part = rows_of(desk.participants[0], rows)
+        for low, high in batches.in_order(len(part)):
+            some = part.take(torch.arange(low, high, device=part.y.device))
+            yield Batch(some.x, some.y)
+
+    def trim(self, desk: Desk, rows: str, kept: Tensor) -> Sequence[Tensor]:
+        """Every row is real."""
+        return (kept,)
+
+
+def planned(desk: Desk, phase: BoundPhase, person: Participant) -> batches.Steps:
+    """Row indices of each step of a phase, from the stream of this client, round and copy."""
+    work = desk.work
+    stream = phase.phase.stream or phase.phase.copy
+    return batches.plan(
+        phase.phase,
+        person.site.labels,
+        rng.stream(work.seed, "batches", person.site.id, desk.post.round, stream),
+        epochs=work.epochs,
+        batch_size=work.batch_size,
+        skip_single=desk.bound.network.batch_norm,
+        share=person.share,
+    )
+
+
+def rows_of(person: Participant, rows: str) -> Rows:
+    """Training, validation or test rows of a client."""
+    found: Rows | None = getattr(person.site, rows)
+    assert found is not None, f"client {person.site.id} has no {rows} rows"
+    return found
+
+
+class LoopEngine:
+    """A ``for`` statement."""
+
+    name = "loop"
+
+    def run_cohort(
+        self, bound: Bound, work: Work, program: Program, post: Post, participants: Sequence[Participant]
+    ) -> list[Reply]:
+        """One client after another."""
+        replies = []
+        for person in participants:
+            desk = Desk(bound, work, post, [person], Single())
+            desk.run(program)
+            replies += desk.replies()
+        return replies

@@ -1,0 +1,188 @@
+"""Layers that know about padding rows and take their noise from a counter.
+
+Before a run, BatchNorm and dropout layers of the user's model are turned into these by class; names of leaves stay as
+they are. Outside of fedloom's forward pass they behave as the originals do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from fedloom import rng
+
+
+@dataclass(slots=True)
+class Frame:
+    """What the layers of the network need to know of the forward pass that is going on.
+
+    Args:
+        mask: 1 for real rows, 0 for padding; None when every row is real.
+        key: counter key for noise; None for torch's own noise.
+        wanted: names of the modules whose outputs are kept.
+        features: those outputs.
+        rewrite: applied to the head's input.
+        draws: how often noise was drawn.
+    """
+
+    mask: Tensor | None = None
+    key: Tensor | None = None
+    wanted: frozenset[str] = frozenset()
+    features: dict[str, Tensor] = field(default_factory=dict)
+    rewrite: Callable[[Tensor], Tensor] | None = None
+    draws: int = 0
+
+
+_frames: list[Frame] = []
+
+
+@contextmanager
+def entered(frame: Frame) -> Iterator[Frame]:
+    """Makes a frame the current one."""
+    _frames.append(frame)
+    try:
+        yield frame
+    finally:
+        _frames.pop()
+
+
+def current() -> Frame | None:
+    """The frame of the forward pass that is going on, if fedloom runs it."""
+    return _frames[-1] if _frames else None
+
+
+def uniform_like(x: Tensor, shape: tuple[int, ...] | torch.Size) -> Tensor:
+    """Uniform noise in [0, 1): from the counter inside fedloom's forward pass, from torch outside."""
+    frame = current()
+    if frame is None or frame.key is None:
+        return torch.rand(shape, device=x.device, dtype=x.dtype)
+    frame.draws += 1
+    return rng.uniform(rng.fold(frame.key, frame.draws), tuple(shape)).to(x.dtype)
+
+
+class _Dropout(nn.modules.dropout._DropoutNd):
+    """Dropout with counter noise: equal in a loop, under vmap and with padding rows."""
+
+    keep_axes: int | None = None  # axes that have noise of their own; None for all
+
+    def forward(self, input: Tensor) -> Tensor:
+        if not self.training or self.p == 0.0:
+            return input
+        axes = input.dim() if self.keep_axes is None else self.keep_axes
+        shape = (*input.shape[:axes], *[1] * (input.dim() - axes))
+        keep = (uniform_like(input, shape) >= self.p).to(input.dtype)
+        return input * (keep / (1.0 - self.p) if self.p < 1.0 else keep)
+
+
+class CounterDropout(_Dropout, nn.Dropout):
+    """``nn.Dropout`` with counter noise."""
+
+
+class _ChannelDropout(_Dropout):
+    keep_axes = 2
+
+
+class CounterDropout1d(_ChannelDropout, nn.Dropout1d):
+    """``nn.Dropout1d`` with counter noise."""
+
+
+class CounterDropout2d(_ChannelDropout, nn.Dropout2d):
+    """``nn.Dropout2d`` with counter noise."""
+
+
+class CounterDropout3d(_ChannelDropout, nn.Dropout3d):
+    """``nn.Dropout3d`` with counter noise."""
+
+
+class _MaskedBatchNorm(nn.modules.batchnorm._BatchNorm):
+    """Batch normalisation whose statistics are those of the real rows."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        frame = current()
+        by_batch = self.training or self.running_mean is None
+        if frame is None or frame.mask is None or not by_batch:
+            return super().forward(input)
+        self._check_input_dim(input)  # type: ignore[no-untyped-call]
+        return self._masked(input, frame.mask)
+
+    def _masked(self, x: Tensor, rows: Tensor) -> Tensor:
+        weight = rows.to(x.dtype).reshape(-1, *[1] * (x.dim() - 1))
+        axes = [0, *range(2, x.dim())]
+        count = weight.sum() * (x[0, 0].numel())
+        safe = count.clamp(min=1)
+        mean = (x * weight).sum(axes, keepdim=True) / safe
+        centred = x - mean
+        var = (centred * centred * weight).sum(axes, keepdim=True) / safe
+        if self.training and self.running_mean is not None and self.running_var is not None:
+            self._track(mean.detach().reshape(-1), var.detach().reshape(-1), count.detach())
+        y = centred * torch.rsqrt(var + self.eps)
+        if self.weight is not None:
+            shape = (1, -1, *[1] * (x.dim() - 2))
+            y = y * self.weight.reshape(shape) + self.bias.reshape(shape)
+        return y
+
+    def _track(self, mean: Tensor, var: Tensor, count: Tensor) -> None:
+        assert self.running_mean is not None and self.running_var is not None
+        moved = (count > 0).to(mean.dtype)
+        unbiased = var * (count / (count - 1).clamp(min=1))
+        if self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(moved.to(self.num_batches_tracked.dtype))
+        if self.momentum is None:
+            assert self.num_batches_tracked is not None
+            rate = moved / self.num_batches_tracked.to(mean.dtype).clamp(min=1)
+        else:
+            rate = moved * self.momentum
+        self.running_mean.mul_(1 - rate).add_(rate * mean)
+        self.running_var.mul_(1 - rate).add_(rate * unbiased)
+
+
+class MaskedBatchNorm1d(_MaskedBatchNorm, nn.BatchNorm1d):
+    """``nn.BatchNorm1d`` that leaves padding rows out."""
+
+
+class MaskedBatchNorm2d(_MaskedBatchNorm, nn.BatchNorm2d):
+    """``nn.BatchNorm2d`` that leaves padding rows out."""
+
+
+class MaskedBatchNorm3d(_MaskedBatchNorm, nn.BatchNorm3d):
+    """``nn.BatchNorm3d`` that leaves padding rows out."""
+
+
+_SWAPS: dict[type[nn.Module], type[nn.Module]] = {
+    nn.Dropout: CounterDropout,
+    nn.Dropout1d: CounterDropout1d,
+    nn.Dropout2d: CounterDropout2d,
+    nn.Dropout3d: CounterDropout3d,
+    nn.BatchNorm1d: MaskedBatchNorm1d,
+    nn.BatchNorm2d: MaskedBatchNorm2d,
+    nn.BatchNorm3d: MaskedBatchNorm3d,
+}
+
+
+def prepare(module: nn.Module) -> None:
+    """Turns the BatchNorm and dropout layers of a module into ours, in place, by exact type."""
+    for part in module.modules():
+        if type(part) in _SWAPS:
+            part.__class__ = _SWAPS[type(part)]
+
+
+def restore(module: nn.Module) -> None:
+    """Turns our layers back into torch's, in place: what a user gets is the user's own module."""
+    back = {ours: theirs for theirs, ours in _SWAPS.items()}
+    for part in module.modules():
+        if type(part) in back:
+            part.__class__ = back[type(part)]
+
+
+def is_norm(module: nn.Module) -> bool:
+    """Whether a module is batch normalisation, by type."""
+    return isinstance(module, nn.modules.batchnorm._BatchNorm)
+
+
+def is_noisy(module: nn.Module) -> bool:
+    """Whether a module draws noise in training."""
+    return isinstance(module, _Dropout) or getattr(module, "draws_noise", False)

@@ -1,0 +1,216 @@
+"""SGD and Adam on lists of tensors, in torch's own order of operations.
+
+With ``active=None`` (one client) they equal ``torch.optim`` bit for bit. With ``active`` given, the tensors hold many
+clients along axis 0 and only those whose entry is 1 move: parameters, momentum, moments and step counts of the others
+stay exactly as they were.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from fedloom.errors import UserError
+
+Tensors = list[Tensor]
+
+
+@dataclass(slots=True)
+class OptState:
+    """Moments of an optimiser: lists parallel to the parameters, and the number of steps made."""
+
+    slots: dict[str, Tensors] = field(default_factory=dict)
+    step: int = 0
+    steps: Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Optimizer:
+    """An optimiser as data; make it with :func:`sgd`, :func:`adam` or :func:`adamw`."""
+
+    name: Literal["sgd", "adam", "adamw"]
+    lr: float
+    momentum: float = 0.0
+    nesterov: bool = False
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    decay: float = 1.0
+    schedule: Literal["exponential", "cosine"] = "exponential"
+    grad_clip: float | None = None
+
+    def __post_init__(self) -> None:
+        checks = {
+            "lr": self.lr >= 0,
+            "momentum": 0 <= self.momentum < 1,
+            "weight_decay": self.weight_decay >= 0,
+            "decay": 0 < self.decay <= 1,
+            "eps": self.eps > 0,
+            "betas": all(0 <= b < 1 for b in self.betas),
+            "grad_clip": self.grad_clip is None or self.grad_clip > 0,
+        }
+        for key, good in checks.items():
+            if not good:
+                raise UserError(f"{self.name}: {key}={getattr(self, key)!r} is out of range")
+        if self.nesterov and self.momentum == 0:
+            raise UserError("sgd: nesterov=True needs momentum > 0")
+
+    def lr_at(self, round: int, rounds: int | None = None) -> float:
+        """Learning rate in a round (from 1): ``lr * decay^(round-1)``, or half a cosine over all rounds."""
+        if self.schedule == "cosine" and rounds:
+            return self.lr * 0.5 * (1 + math.cos(math.pi * (round - 1) / rounds))
+        return self.lr * self.decay ** (round - 1)
+
+    def init(self, params: Tensors, active: Tensor | None = None) -> OptState:
+        """Fresh state: zero moments."""
+        names = ["m", "v"] if self.name != "sgd" else ["m"] if self.momentum else []
+        state = OptState({k: [torch.zeros_like(p) for p in params] for k in names})
+        if active is not None:
+            state.steps = torch.zeros_like(active, dtype=torch.get_default_dtype())
+        return state
+
+    @torch.no_grad()
+    def step_(self, params: Tensors, grads: Tensors, state: OptState, lr: float, active: Tensor | None = None) -> None:
+        """One step, in place."""
+        if not params:
+            return
+        if self.grad_clip is not None:
+            grads = clipped(grads, self.grad_clip, batched=active is not None)
+        if active is None:
+            self._move(params, grads, state, lr)
+            return
+        before = {k: [t.clone() for t in v] for k, v in state.slots.items()}
+        old = [p.clone() for p in params]
+        assert state.steps is not None
+        state.steps = state.steps + active.to(state.steps.dtype)
+        self._move(params, grads, state, lr)
+        keep = active.bool()
+        for now, then in [(params, old), *((state.slots[k], before[k]) for k in before)]:
+            for a, b in zip(now, then, strict=True):
+                a.copy_(torch.where(_along(keep, a), a, b))
+
+    def _move(self, params: Tensors, grads: Tensors, state: OptState, lr: float) -> None:
+        state.step += 1
+        if self.weight_decay and self.name != "adamw":
+            grads = list(torch._foreach_add(grads, params, alpha=self.weight_decay))
+        if self.name == "sgd":
+            if self.momentum:
+                m = state.slots["m"]
+                torch._foreach_mul_(m, self.momentum)
+                torch._foreach_add_(m, grads)
+                grads = list(torch._foreach_add(grads, m, alpha=self.momentum)) if self.nesterov else m
+            torch._foreach_add_(params, grads, alpha=-lr)
+            return
+        if self.name == "adamw":
+            torch._foreach_mul_(params, 1 - lr * self.weight_decay)
+        m, v = state.slots["m"], state.slots["v"]
+        b1, b2 = self.betas
+        torch._foreach_lerp_(m, grads, 1 - b1)
+        torch._foreach_mul_(v, b2)
+        torch._foreach_addcmul_(v, grads, grads, 1 - b2)
+        if state.steps is None:
+            denom = torch._foreach_sqrt(v)
+            torch._foreach_div_(denom, (1 - b2**state.step) ** 0.5)
+            torch._foreach_add_(denom, self.eps)
+            torch._foreach_addcdiv_(params, m, denom, -lr / (1 - b1**state.step))
+            return
+        steps = state.steps.clamp(min=1)
+        first, second = lr / (1 - b1**steps), (1 - b2**steps) ** 0.5
+        denom = torch._foreach_sqrt(v)
+        torch._foreach_div_(denom, [_along(second, p) for p in params])
+        torch._foreach_add_(denom, self.eps)
+        torch._foreach_div_(denom, [_along(-first, p) for p in params])
+        torch._foreach_addcdiv_(params, m, denom, 1.0)
+
+
+def _along(values: Tensor, like: Tensor) -> Tensor:
+    """One value per client, shaped so that it multiplies a stacked tensor."""
+    return values.reshape(-1, *[1] * (like.dim() - 1))
+
+
+def clipped(grads: Tensors, bound: float, *, batched: bool = False) -> Tensors:
+    """Gradients scaled so that their joint norm is at most ``bound``, for one client or for each of many."""
+    if not batched:
+        norm = torch.stack(torch._foreach_norm(grads)).norm()
+        return list(torch._foreach_mul(grads, (bound / (norm + 1e-6)).clamp(max=1.0)))
+    norms = torch.stack([g.reshape(g.shape[0], -1).norm(dim=1) for g in grads]).norm(dim=0)
+    factor = (bound / (norms + 1e-6)).clamp(max=1.0)
+    return [g * _along(factor, g) for g in grads]
+
+
+def sgd(
+    lr: float = 0.05,
+    momentum: float = 0.0,
+    weight_decay: float = 0.0,
+    decay: float = 1.0,
+    nesterov: bool = False,
+    grad_clip: float | None = None,
+    schedule: Literal["exponential", "cosine"] = "exponential",
+) -> Optimizer:
+    """Stochastic gradient descent; ``decay`` multiplies the rate after each round.
+
+    Example:
+        >>> sgd(lr=0.1, decay=0.5).lr_at(3)
+        0.025
+    """
+    return Optimizer(
+        name="sgd",
+        lr=lr,
+        momentum=momentum,
+        weight_decay=weight_decay,
+        decay=decay,
+        nesterov=nesterov,
+        grad_clip=grad_clip,
+        schedule=schedule,
+    )
+
+
+def adam(
+    lr: float = 1e-3,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    decay: float = 1.0,
+    grad_clip: float | None = None,
+    schedule: Literal["exponential", "cosine"] = "exponential",
+) -> Optimizer:
+    """Adam with coupled weight decay, as ``torch.optim.Adam``."""
+    return Optimizer(
+        name="adam",
+        lr=lr,
+        betas=betas,
+        eps=eps,
+        weight_decay=weight_decay,
+        decay=decay,
+        grad_clip=grad_clip,
+        schedule=schedule,
+    )
+
+
+def adamw(
+    lr: float = 1e-3,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 1e-2,
+    decay: float = 1.0,
+    grad_clip: float | None = None,
+    schedule: Literal["exponential", "cosine"] = "exponential",
+) -> Optimizer:
+    """Adam with decoupled weight decay, as ``torch.optim.AdamW``."""
+    return Optimizer(
+        name="adamw",
+        lr=lr,
+        betas=betas,
+        eps=eps,
+        weight_decay=weight_decay,
+        decay=decay,
+        grad_clip=grad_clip,
+        schedule=schedule,
+    )
+
+
+OPTIMIZERS = {"sgd": sgd, "adam": adam, "adamw": adamw}

@@ -1,0 +1,8 @@
+"""Plug-ins: functions from method to method."""
+
+from fedloom.plugins.control_variates import control_variates
+from fedloom.plugins.personal import personal
+from fedloom.plugins.privacy import clip, noise
+from fedloom.plugins.proximal import proximal
+
+__all__ = ["clip", "control_variates", "noise", "personal", "proximal"]

@@ -1,0 +1,64 @@
+"""SCAFFOLD's control variates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from fedloom import tree
+from fedloom.objectives import inner_product
+from fedloom.record import Method
+from fedloom.reducers import mean
+from fedloom.registry import plugin
+from fedloom.slots import Prepare, Prepared, ServerStage, Stage
+from fedloom.types import Cohort, Facts, Leaves, Message, Seen
+
+OWNER = "control_variates"
+
+
+@plugin("eta_g > 0", paper="Karimireddy et al., SCAFFOLD, ICML 2020, Algorithm 1 (option II)")
+def control_variates(eta_g: float = 1.0) -> Callable[[Method], Method]:
+    """Corrects client drift: each local step uses ``g - c_k + c``.
+
+    The correction is the gradient of the term ``<c - c_k, theta>``. After K steps ``c_k+ = c_k - c + (w - y_k) / (K eta)``; the
+    server moves ``w += eta_g mean(y_k - w)`` and ``c += (M/N) mean(c_k+ - c_k)``, uniform means. It acts on the user's leaves
+    that are shared in the round. Its definition needs plain SGD.
+
+    Args:
+        eta_g: the server's step.
+    """
+
+    def zeros(facts: Facts) -> Leaves:
+        return tree.zeros_like(facts.travelling())
+
+    def direction(seen: Seen) -> Leaves:
+        mine = seen.memory[OWNER]
+        return tree.sub(seen.broadcast[OWNER], mine)
+
+    def renew(message: Message, memory: Leaves, seen: Seen) -> tuple[Message, Leaves]:
+        c, new = seen.broadcast[OWNER], {}
+        for name, old in memory.items():
+            made = seen.steps_of(name).clamp(min=1) * seen.lr_of(name)
+            drift = (seen.received[name] - seen.final[name]) / made
+            new[name] = seen.gated(name, old - c[name] + drift)
+        change = {name: seen.gated(name, new[name] - memory[name]) for name in new}
+        return {**message, "control": change}, new
+
+    def settle(reduced: Message, memory: Leaves, cohort: Cohort) -> tuple[Message, Leaves]:
+        share = len(cohort) / cohort.population
+        moved = tree.add(memory, tree.scale(reduced["control"], share))
+        if eta_g != 1:
+            reduced = {**reduced, "delta": tree.scale(reduced["delta"], eta_g)}
+        return reduced, moved
+
+    def apply(method: Method) -> Method:
+        stage = Stage(owner=OWNER, fn=renew, entries={"control": mean("uniform")}, memory=zeros)
+        method = method.replacing_reducer(OWNER, "delta", mean("uniform")).adding(
+            terms=(inner_product(OWNER, direction),),
+            stages=(stage,),
+            prepare=(Prepare(owner=OWNER, fn=lambda memory, cohort: Prepared(memory=memory, broadcast=memory)),),
+            server=(ServerStage(owner=OWNER, fn=settle, memory=zeros),),
+        )
+        return replace(method, plain_sgd=True)
+
+    return apply

@@ -1,0 +1,224 @@
+"""A run: everything is resolved before round one, then THE round loop."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from fedloom import evaluation, sampling, server, tree
+from fedloom.bound import Bound
+from fedloom.client import Desk
+from fedloom.engines import Engine
+from fedloom.engines.loop import Single
+from fedloom.errors import RunError
+from fedloom.server import Dispatch, Outcome, ServerState
+from fedloom.slots import Judge, Program, Receive
+from fedloom.tasks.base import Metrics
+from fedloom.types import Cohort, Memory
+from fedloom.work import ClientState, Participant, Post, Reply, Site, Work
+
+Record = dict[str, Any]
+
+
+@dataclass(slots=True)
+class Run:
+    """The state of a run and the steps that change it.
+
+    Args:
+        bound: the method bound to model and task; ``later`` holds those that take over after some rounds.
+        engine: where clients run.
+        work: how they work.
+        sites: the clients, in federation order.
+        size: clients per round.
+        state: the server.
+        clients: what each client keeps.
+        judges: the sites on whose rows models are tested, and the site whose state each uses.
+        last: metrics of the last evaluation, by client.
+    """
+
+    bound: Bound
+    engine: Engine
+    work: Work
+    sites: Mapping[str, Site]
+    size: int
+    state: ServerState
+    clients: dict[str, ClientState] = field(default_factory=dict)
+    later: Mapping[int, Bound] = field(default_factory=dict)
+    judges: Mapping[str, tuple[Site, str]] = field(default_factory=dict)
+    last: dict[str, Metrics] = field(default_factory=dict)
+
+    def at(self, round: int) -> Bound:
+        """The bound method in force in a round."""
+        begun = [r for r in self.later if round > r]
+        return self.later[max(begun)] if begun else self.bound
+
+    def cohort(self, ids: Sequence[str], round: int) -> Cohort:
+        """What server stages know of a cohort."""
+        return Cohort(
+            ids=tuple(ids),
+            rows=tuple(len(self.sites[i].train) for i in ids),
+            population=len(self.sites),
+            round=round,
+            leaves=self.state.leaves,
+            lr=self.work.optimizer.lr_at(round, self.work.rounds),
+            structure=self.at(round).structure,
+            seed=self.work.seed,
+            order=tuple(self.sites),
+        )
+
+    def participant(self, name: str, sent: Dispatch | None = None, share: float = 1.0) -> Participant:
+        """A client that is asked to work."""
+        addressed: Memory = dict(sent.addressed[name]) if sent is not None else {}
+        key = sent.keys.get(name) if sent is not None else None
+        return Participant(self.sites[name], self.state_of(name), addressed, key, share)
+
+    def state_of(self, name: str) -> ClientState:
+        """What a client keeps; nothing before its first round."""
+        return self.clients.get(name) or ClientState()
+
+    # One round.
+
+    def setup(self) -> None:
+        """The setup program: every client, once, before round one."""
+        program = self.bound.method.schedule.setup
+        if not program:
+            return
+        ids = list(self.sites)
+        cohort = self.cohort(ids, 0)
+        sent = Dispatch(server.post(self.bound, self.state, cohort, {}), {i: {} for i in ids}, {})
+        people = [self.participant(i, sent) for i in ids]
+        replies = self.engine.run_cohort(self.bound, self.work, program, sent.post, people)
+        for reply in replies:
+            self.clients[reply.id] = replace(reply.state, rounds=0)
+        self.state = server.aggregate(self.bound, self.state, replies, cohort, "setup")
+
+    def play(
+        self, ids: Sequence[str], round: int, shares: Mapping[str, float] | None = None
+    ) -> tuple[Outcome, Dispatch]:
+        """One round: prepare, clients, reduce, stages. Nothing is kept of a reply that is rejected."""
+        bound = self.at(round)
+        self.state, sent = server.dispatch(bound, self.state, self.cohort(ids, round))
+        people = [self.participant(i, sent, (shares or {}).get(i, 1.0)) for i in ids]
+        replies = self.engine.run_cohort(bound, self.work, bound.method.schedule.round, sent.post, people)
+        outcome = server.sort_replies(bound, replies, round)
+        if not outcome.accepted:
+            reasons = "; ".join(f"client {r.client}: {r.reason}" for r in outcome.rejected) or "no client made a step"
+            raise RunError(
+                f"round {round}: no reply could be used ({reasons}); the last good state is that of round {round - 1}"
+            )
+        accepted = self.cohort([r.id for r in outcome.accepted], round)
+        self.state = server.aggregate(bound, self.state, outcome.accepted, accepted)
+        for reply in outcome.accepted:
+            self.clients[reply.id] = reply.state
+        return outcome, sent
+
+    # Evaluation.
+
+    def evaluate(self, ids: Iterable[str], *, shared: bool = True) -> tuple[dict[str, Metrics], Metrics | None]:
+        """Metrics of clients' own models on their test rows, and of the shared model on all of them."""
+        bound = self.at(self.state.round)
+        judges = [n for n in ids if self.judges[n][0].test is not None]
+        if not judges:
+            return {}, None
+        sizes = {n: len(rows) for n in judges if (rows := self.judges[n][0].test) is not None}
+        replies = self.judged(bound, (*bound.method.schedule.adapt, Judge()), judges)
+        own = evaluation.own_metrics(bound.task, replies, sizes)
+        if not shared or not bound.complete():
+            return own, None
+        if not bound.uniform():
+            replies = self.judged(bound, (Receive(plain=True), Judge(route=False)), judges)
+        return own, evaluation.pooled_metrics(bound.task, replies, "test")
+
+    def judged(self, bound: Bound, program: Program, names: Sequence[str]) -> list[Reply]:
+        """Runs a program that ends in a judgement; nothing that it changes is kept."""
+        post, addressed = self._evaluation_post(bound)
+        people = [self._judge(n, addressed) for n in names]
+        return self.engine.run_cohort(bound, self.work, program, post, people)
+
+    def desk(self, name: str) -> Desk:
+        """A client's desk after its adapt program: its own model, ready for use."""
+        bound = self.at(self.state.round)
+        post, addressed = self._evaluation_post(bound)
+        desk = Desk(bound, self.work, post, [self._judge(name, addressed)], Single())
+        desk.run(bound.method.schedule.adapt)
+        return desk
+
+    def _evaluation_post(self, bound: Bound) -> tuple[Post, Mapping[str, Memory]]:
+        """The post of the model that is tested; prepare stages run only where the method's own model depends on them."""
+        cohort = self.cohort(list(self.sites), self.state.round)
+        method, state = bound.method, self.state
+        if method.partition.receive is None and len(method.schedule.adapt) == 1 and method.evaluate.predict is None:
+            return server.post(bound, state, cohort, {}, tested=True), {}
+        state, sent = server.dispatch(bound, state, cohort)
+        return server.post(bound, state, cohort, sent.post.broadcast, tested=True), sent.addressed
+
+    def _judge(self, name: str, addressed: Mapping[str, Memory]) -> Participant:
+        site, owner = self.judges[name]
+        return Participant(site, self.state_of(owner), dict(addressed.get(owner, {})))
+
+
+def rounds(
+    run: Run,
+    total: int,
+    play: Callable[[int], Record],
+    *,
+    evaluate: Callable[[int], Record],
+    after: Callable[[Record], bool],
+) -> list[Record]:
+    """THE round loop.
+
+    Args:
+        run: the run; it may have played some rounds already.
+        total: number of rounds.
+        play: plays a round in the run's mode and returns its facts.
+        evaluate: returns the metrics of a round (nulls where it is not evaluated).
+        after: called with each record; true stops the run.
+    """
+    history: list[Record] = []
+    for round in range(run.state.round + 1, total + 1):
+        begun = time.perf_counter()
+        facts = play(round)
+        synchronise(run)
+        played = time.perf_counter()
+        metrics = evaluate(round)
+        done = time.perf_counter()
+        times = {"seconds": played - begun, "seconds_eval": done - played, "seconds_total": done - begun}
+        record = {"round": round, **facts, **metrics, **times}
+        history.append(record)
+        if after(record):
+            break
+    return history
+
+
+def synchronise(run: Run) -> None:
+    """Waits for the device, so that times are true."""
+    if next(iter(run.state.leaves.values())).is_cuda:
+        torch.cuda.synchronize()
+
+
+def traffic(bound: Bound, replies: Sequence[Reply], sent: Dispatch, asked: Sequence[str]) -> Record:
+    """Bytes of a round: tensors really sent, broadcast counted once per client."""
+    down = server.bytes_down(bound, sent) * len(asked)
+    for name in asked:
+        down += sum(tree.size_in_bytes(v) for v in sent.addressed[name].values())
+    up = sum(tree.size_in_bytes(v) for reply in replies for v in reply.message.values())
+    return {"bytes_up": up, "bytes_down": down}
+
+
+def federated(run: Run, round: int) -> Record:
+    """One round over the sites."""
+    everyone = run.at(round).method.schedule.participation == "all"
+    ids = sampling.sample(run.work.seed, round, tuple(run.sites), len(run.sites) if everyone else run.size)
+    outcome, sent = run.play(ids, round)
+    losses = [r.loss for r in outcome.accepted if r.loss is not None]
+    return {
+        "train_loss": sum(losses) / len(losses) if losses else None,
+        **traffic(run.at(round), outcome.accepted, sent, ids),
+        "clients": list(ids),
+        "skipped": outcome.skipped,
+        "rejected": [{"client": r.client, "round": r.round, "reason": r.reason} for r in outcome.rejected],
+    }

@@ -1,0 +1,182 @@
+"""The server's side of a round: what is sent, which replies are accepted, the reduce, the stages."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from fedloom import tree
+from fedloom.bound import Bound
+from fedloom.errors import RunError
+from fedloom.types import Cohort, LeafSpec, Leaves, Memory, Message
+from fedloom.work import Post, Reply
+
+
+@dataclass(frozen=True, slots=True)
+class ServerState:
+    """What the server knows.
+
+    Args:
+        leaves: every leaf; personal ones at their initial values.
+        memory: of the server's stages, by owner.
+        round: number of rounds played.
+    """
+
+    leaves: Leaves
+    memory: Memory
+    round: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Dispatch:
+    """What a round begins with: the post for everybody, and what is addressed to single clients."""
+
+    post: Post
+    addressed: Mapping[str, Memory]
+    keys: Mapping[str, Hashable]
+
+
+@dataclass(slots=True)
+class Rejection:
+    """A reply that was not accepted, and why."""
+
+    client: str
+    round: int
+    reason: str
+
+
+@dataclass(slots=True)
+class Outcome:
+    """Replies of a round, sorted."""
+
+    accepted: list[Reply] = field(default_factory=list)
+    rejected: list[Rejection] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)
+
+
+def opening(bound: Bound) -> ServerState:
+    """The server before round one."""
+    return ServerState(bound.start, bound.server_memory)
+
+
+def dispatch(bound: Bound, state: ServerState, cohort: Cohort) -> tuple[ServerState, Dispatch]:
+    """Runs the prepare stages and makes the post of a round."""
+    server = bound.method.server
+    memory = dict(state.memory)
+    broadcast: Memory = {}
+    addressed: dict[str, Memory] = {name: {} for name in cohort.ids}
+    keys: dict[str, Hashable] = {}
+    for stage in server.prepare:
+        prepared = stage.fn(memory.get(stage.owner, {}), cohort)
+        if stage.owner in memory:
+            memory[stage.owner] = prepared.memory
+        if prepared.broadcast:
+            broadcast[stage.owner] = prepared.broadcast
+        for name, value in prepared.addressed.items():
+            addressed[name][stage.owner] = value
+        keys.update(prepared.keys)
+    state = replace(state, memory=memory)
+    return state, Dispatch(post(bound, state, cohort, broadcast), addressed, keys)
+
+
+def post(bound: Bound, state: ServerState, cohort: Cohort, broadcast: Memory, *, tested: bool = False) -> Post:
+    """The post for everybody; with ``tested``, of the model that is evaluated rather than the one that is sent."""
+    gate = bound.method.server.gate
+    leaves, rule = state.leaves, bound.method.evaluate.tested
+    return Post(
+        leaves=rule(leaves, state.memory) if tested and rule is not None else leaves,
+        broadcast=broadcast,
+        gate={} if gate is None else gate(state.memory),
+        round=cohort.round,
+        cohort=len(cohort),
+        population=cohort.population,
+    )
+
+
+def sort_replies(bound: Bound, replies: Sequence[Reply], round: int) -> Outcome:
+    """Accepts replies that are whole and finite; a client that made no step sends nothing and is skipped."""
+    outcome = Outcome()
+    trains = bool(bound.method.phases("round"))
+    expected: dict[str, set[str]] = {}
+    for reply in replies:
+        if trains and not any(reply.steps.values()):
+            outcome.skipped.append(reply.id)
+            continue
+        reason = _fault(bound, reply, expected)
+        if reason is None:
+            outcome.accepted.append(reply)
+        else:
+            outcome.rejected.append(Rejection(reply.id, round, reason))
+    return outcome
+
+
+def _fault(bound: Bound, reply: Reply, expected: dict[str, set[str]]) -> str | None:
+    for entry, value in reply.message.items():
+        names = expected.setdefault(entry, set(value))
+        if set(value) != names:
+            return f"entry {entry!r} has other leaves than the other clients'"
+        for name, tensor in value.items():
+            spec = bound.specs.get(name)
+            if spec is not None and entry in ("delta", "buffers") and tensor.shape != bound.start[name].shape:
+                return f"{entry}[{name!r}] has shape {tuple(tensor.shape)}, expected {tuple(bound.start[name].shape)}"
+        if not tree.all_finite(value):
+            bad = next(k for k, v in value.items() if not tree.all_finite({k: v}))
+            return f"{entry}[{bad!r}] is not finite"
+    for name, tensor in reply.state.leaves.items():
+        if not tree.all_finite({name: tensor}):
+            return f"its own leaf {name!r} is not finite"
+    return None
+
+
+def aggregate(
+    bound: Bound, state: ServerState, accepted: Sequence[Reply], cohort: Cohort, when: str = "round"
+) -> ServerState:
+    """Reduces the accepted messages, runs the stages, and moves the server's leaves."""
+    messages = [r.message for r in accepted]
+    reducers = bound.method.reducers(when)
+    reduced: Message = {}
+    for entry, reducer in reducers.items():
+        if messages and entry in messages[0]:
+            reduced[entry] = reducer.reduce(entry, messages, cohort.rows)
+    for stage in bound.method.upload:
+        if stage.when == when and messages:
+            for name, (entry, reducer) in stage.also.items():
+                reduced[name] = reducer.reduce(entry, messages, cohort.rows)
+    memory = dict(state.memory)
+    for server_stage in bound.method.server.stages:
+        if server_stage.when == when:
+            reduced, kept = server_stage.fn(reduced, memory.get(server_stage.owner, {}), cohort)
+            if server_stage.owner in memory:
+                memory[server_stage.owner] = kept
+    if when == "setup":
+        return replace(state, memory=memory)
+    return ServerState(apply(state.leaves, reduced), memory, state.round + 1)
+
+
+def apply(leaves: Leaves, reduced: Message) -> Leaves:
+    """``w + D`` for parameters and floating buffers; counters are set."""
+    moved = dict(leaves)
+    for entry in ("delta", "buffers"):
+        for name, value in reduced.get(entry, {}).items():
+            moved[name] = leaves[name] + value
+    moved.update(reduced.get("counters", {}))
+    for name in [*reduced.get("delta", {}), *reduced.get("buffers", {})]:
+        if not bool(torch.isfinite(moved[name]).all()):
+            raise RunError(f"the server's leaf {name!r} is no longer finite after the server stages")
+    return moved
+
+
+def bytes_down(bound: Bound, sent: Dispatch) -> int:
+    """Tensor bytes sent to one client, addressed messages left out: shared leaves that are not personal now."""
+    post = sent.post
+    total = sum(tree.size_in_bytes(v) for v in post.broadcast.values())
+    for name, spec in bound.specs.items():
+        if _travels_down(spec) and not (name in post.gate and not bool(post.gate[name])):
+            total += tree.size_in_bytes({name: post.leaves[name]})
+    return total
+
+
+def _travels_down(spec: LeafSpec) -> bool:
+    return spec.copy == "main" and spec.kind in ("shared", "mirrored")

@@ -1,0 +1,83 @@
+"""Arithmetic on dictionaries of tensors. Nothing here changes its arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from fedloom.types import Leaves
+
+
+def sub(a: Leaves, b: Leaves) -> Leaves:
+    """``a - b`` on the leaves of ``a``."""
+    return {k: v - b[k] for k, v in a.items()}
+
+
+def add(a: Leaves, b: Leaves) -> Leaves:
+    """``a + b``, where leaves that ``b`` lacks stay as they are."""
+    return {k: v + b[k] if k in b else v for k, v in a.items()}
+
+
+def scale(a: Leaves, factor: float | Tensor) -> Leaves:
+    """``factor * a``."""
+    return {k: v * factor for k, v in a.items()}
+
+
+def zeros_like(a: Leaves) -> Leaves:
+    """Zeros in the shape of ``a``."""
+    return {k: torch.zeros_like(v) for k, v in a.items()}
+
+
+def clone(a: Leaves) -> Leaves:
+    """A deep copy, cut from any graph."""
+    return {k: v.detach().clone() for k, v in a.items()}
+
+
+def select(a: Leaves, names: Iterable[str]) -> Leaves:
+    """The named leaves, in the order of ``names``."""
+    return {k: a[k] for k in names}
+
+
+def dot(a: Leaves, b: Leaves) -> Tensor:
+    """Inner product over the leaves of ``a``."""
+    parts = [(v * b[k]).sum() for k, v in a.items()]
+    return torch.stack(parts).sum() if parts else torch.zeros(())
+
+
+def square_norm(a: Leaves) -> Tensor:
+    """Sum of squares over all leaves."""
+    return dot(a, a)
+
+
+def weighted_sum(trees: list[Leaves], weights: list[float]) -> Leaves:
+    """``sum_k weights[k] * trees[k]``, summed in the order given.
+
+    The order is the federation's, so that the sum is the same whatever engine made the replies.
+    """
+    names = list(trees[0])
+    total = torch._foreach_mul([trees[0][k] for k in names], weights[0])
+    for tree, weight in zip(trees[1:], weights[1:], strict=True):
+        torch._foreach_add_(total, [tree[k] for k in names], alpha=weight)
+    return dict(zip(names, total, strict=True))
+
+
+def map_nested(fn: Callable[[Tensor], Tensor], tree: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Leaves]:
+    """Applies ``fn`` to every tensor of a dictionary of dictionaries."""
+    return {owner: {k: fn(v) for k, v in leaves.items()} for owner, leaves in tree.items()}
+
+
+def flat(a: Leaves) -> Tensor:
+    """All leaves as one vector."""
+    return torch.cat([v.reshape(-1) for v in a.values()]) if a else torch.zeros(0)
+
+
+def size_in_bytes(a: Leaves) -> int:
+    """Bytes of all tensors."""
+    return sum(v.numel() * v.element_size() for v in a.values())
+
+
+def all_finite(a: Leaves) -> bool:
+    """Whether no floating leaf holds a NaN or an infinity."""
+    return all(bool(torch.isfinite(v).all()) for v in a.values() if v.is_floating_point())

@@ -1,0 +1,284 @@
+"""The vocabulary of the package: leaves, batches and what client code may see."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+Leaves = dict[str, Tensor]
+"""Named tensors of a model: parameters, buffers, and the extra leaves that plug-ins bring."""
+
+Inputs = Tensor | tuple[Tensor, ...] | dict[str, Tensor]
+"""What a model takes: one tensor, a tuple (``model(*x)``) or a dictionary (``model(**x)``)."""
+
+Memory = dict[str, dict[str, Tensor]]
+"""Named tensors by owner: the plug-in or recipe that keeps them."""
+
+Message = dict[str, Leaves]
+"""What leaves a client: named entries, each a dictionary of tensors."""
+
+Kind = Literal["shared", "personal", "mirrored", "frozen"]
+"""How a leaf travels.
+
+``shared``: received, trained, sent. ``personal``: neither received nor sent, ever. ``mirrored``: sent, but a
+client starts from its own; what is received is only an anchor. ``frozen``: neither trained nor sent.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Some rows of one client.
+
+    Args:
+        x: inputs; axis 0 is the row.
+        y: targets.
+        mask: 1 for real rows, 0 for padding; None when every row is real.
+        pair: the second batch of a step that needs two (``Sampler(group=2)``).
+    """
+
+    x: Inputs
+    y: Tensor
+    mask: Tensor | None = None
+    pair: Batch | None = None
+
+    def mean(self, values: Tensor) -> Tensor:
+        """Mean over the real rows of one value per row: ``sum(w l) / sum(w)``."""
+        if self.mask is None:
+            return values.mean()
+        mask = self.mask.to(values.dtype)
+        return (values * mask).sum() / mask.sum().clamp(min=1)
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Sum over the real rows; ``values`` may have further axes, which stay."""
+        return values.sum(0) if self.mask is None else (values * self._column(values)).sum(0)
+
+    def count(self) -> Tensor:
+        """Number of real rows, as a tensor."""
+        if self.mask is None:
+            return torch.full((), float(self.y.shape[0]), device=self.y.device)
+        return self.mask.sum()
+
+    def packed(self) -> dict[str, Any]:
+        """As a dictionary of tensors, which transforms of torch understand."""
+        parts: dict[str, Any] = {"x": self.x, "y": self.y}
+        if self.mask is not None:
+            parts["mask"] = self.mask
+        if self.pair is not None:
+            parts["pair"] = self.pair.packed()
+        return parts
+
+    @staticmethod
+    def unpacked(parts: Mapping[str, Any]) -> Batch:
+        """The inverse of :meth:`packed`."""
+        pair = parts.get("pair")
+        return Batch(parts["x"], parts["y"], parts.get("mask"), None if pair is None else Batch.unpacked(pair))
+
+    def one_hot(self, classes: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Rows x classes, zero in padding rows (``F.one_hot`` cannot be mapped)."""
+        hot = (self.y[:, None] == torch.arange(classes, device=self.y.device)).to(dtype or torch.get_default_dtype())
+        return hot if self.mask is None else hot * self._column(hot)
+
+    def by_class(self, values: Tensor, classes: int) -> Tensor:
+        """Sum of ``values`` over the real rows of each class: classes x dimension."""
+        return self.one_hot(classes, values.dtype).T @ values
+
+    def _column(self, values: Tensor) -> Tensor:
+        assert self.mask is not None
+        return self.mask.to(values.dtype).reshape(-1, *[1] * (values.dim() - 1))
+
+
+@dataclass(frozen=True, slots=True)
+class LeafSpec:
+    """One leaf of a bound method.
+
+    Args:
+        name: its full name; a second copy's leaves are ``copy/leaf``, a plug-in's ``owner:leaf``.
+        local: its name within its copy.
+        copy: the copy of the model that it belongs to.
+        kind: how it travels.
+        trainable: whether a gradient step may move it.
+        buffer: whether it is a buffer.
+        floating: whether it holds floating-point numbers.
+        owner: the plug-in that brought it, or empty.
+        gated: whether the server switches its sharing from round to round.
+        phases: the phases of a round that train it.
+    """
+
+    name: str
+    local: str
+    copy: str
+    kind: Kind
+    trainable: bool
+    buffer: bool
+    floating: bool
+    owner: str = ""
+    gated: bool = False
+    phases: tuple[str, ...] = ()
+
+    @property
+    def sent(self) -> bool:
+        """Whether a client uploads it."""
+        return self.kind in ("shared", "mirrored")
+
+    @property
+    def kept(self) -> bool:
+        """Whether a client keeps a value of its own from round to round."""
+        return self.kind in ("personal", "mirrored") or self.gated
+
+
+def choose(
+    specs: Mapping[str, LeafSpec],
+    kinds: tuple[Kind, ...],
+    copy: str,
+    trainable: bool | None,
+    extra: bool | None,
+) -> tuple[str, ...]:
+    """Names of the leaves of some kinds; see :meth:`Seen.names`."""
+    return tuple(
+        s.name
+        for s in specs.values()
+        if s.copy == copy
+        and (not kinds or s.kind in kinds)
+        and (trainable is None or s.trainable is trainable)
+        and (extra is None or bool(s.owner) is extra)
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What is known when memory is first laid out.
+
+    Args:
+        structure: the model's leaves and layers.
+        specs: the facts of every leaf.
+        start: every leaf before round one.
+    """
+
+    structure: Any
+    specs: Mapping[str, LeafSpec]
+    start: Leaves
+
+    def travelling(self, *, extra: bool | None = False) -> Leaves:
+        """Trainable leaves of the user's model that are sent, before round one."""
+        names = choose(self.specs, ("shared", "mirrored"), "main", True, extra)
+        return {n: self.start[n] for n in names}
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """All that a client's code may see besides its leaves and its batch.
+
+    Everything but the last group is a tensor or a dictionary of tensors of ONE client.
+
+    Args:
+        received: the server's leaves, as sent in this round; the anchor of proximal terms.
+        start: the leaves from which this client began the round.
+        broadcast: what server stages sent to everybody, by owner.
+        addressed: what server stages sent to this client alone, by owner.
+        memory: this client's own memory, by owner.
+        swept: results of the sweeps made so far in this program, by name.
+        gate: per leaf 1 (shared in this round) or 0 (personal in this round); absent means 1.
+        steps: number of optimiser steps really made, by phase.
+        n: number of training rows.
+        counts: training rows per class (empty where the task has no classes).
+        first: 1 in the client's first participation, else 0.
+        noise: counter key of this client, round and phase.
+        final: the leaves at the end of training (in upload stages only).
+        round: the round, from 1.
+        lr: the run's learning rate in this round.
+        cohort: number of clients in this round.
+        population: number of clients in the federation.
+        key: the static key that a server stage gave this client, if any.
+        specs: the facts of every leaf.
+        rates: learning rate of each phase in this round.
+    """
+
+    received: Leaves
+    start: Leaves
+    broadcast: Memory
+    addressed: Memory
+    memory: Memory
+    swept: Memory
+    gate: Leaves
+    steps: Leaves
+    n: Tensor
+    counts: Tensor
+    first: Tensor
+    noise: Tensor
+    final: Leaves = field(default_factory=dict)
+    round: int = 1
+    lr: float = 0.0
+    cohort: int = 1
+    population: int = 1
+    key: Hashable = None
+    specs: Mapping[str, LeafSpec] = field(default_factory=dict)
+    rates: Mapping[str, float] = field(default_factory=dict)
+
+    def gated(self, name: str, value: Tensor) -> Tensor:
+        """``value`` where the leaf is shared in this round, zero where it is personal (exact: times 0 or 1)."""
+        gate = self.gate.get(name)
+        return value if gate is None else value * gate
+
+    def steps_of(self, name: str) -> Tensor:
+        """Optimiser steps really made so far on a leaf."""
+        total = torch.zeros_like(self.n)
+        for phase in self.specs[name].phases:
+            if phase in self.steps:
+                total = total + self.steps[phase]
+        return total
+
+    def lr_of(self, name: str) -> float:
+        """Learning rate of the last phase that trains a leaf."""
+        phases = self.specs[name].phases
+        return self.rates[phases[-1]] if phases else self.lr
+
+    def names(
+        self, *kinds: Kind, copy: str = "main", trainable: bool | None = True, extra: bool | None = None
+    ) -> tuple[str, ...]:
+        """Names of the leaves of some kinds.
+
+        Args:
+            *kinds: the kinds; none for any.
+            copy: of which copy of the model.
+            trainable: True for trainable leaves, False for the others, None for both.
+            extra: True for plug-ins' leaves, False for the user's model, None for both.
+        """
+        return choose(self.specs, kinds, copy, trainable, extra)
+
+
+@dataclass(frozen=True, slots=True)
+class Cohort:
+    """What a server stage knows of a round besides the reduced message.
+
+    Args:
+        ids: clients whose replies were accepted, in federation order.
+        rows: their numbers of training rows.
+        population: number of clients in the federation.
+        round: the round, from 1.
+        leaves: the server's leaves before the round.
+        lr: the run's learning rate in this round.
+        structure: the model's leaves and layers.
+        seed: the run's seed, for seeded choices.
+        order: every client of the federation, in order.
+    """
+
+    ids: tuple[str, ...]
+    rows: tuple[int, ...]
+    population: int
+    round: int
+    leaves: Leaves
+    lr: float
+    structure: Any
+    seed: int = 0
+    order: tuple[str, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+ReceiveRule = Callable[[Leaves, Seen], Leaves]
+"""``(start, seen) -> start``: changes the leaves from which a client begins, given the plain rule's."""

@@ -1,0 +1,48 @@
+"""The upload of a trained model, in delta form."""
+
+from __future__ import annotations
+
+import torch
+
+from fedloom.reducers import maximum, mean
+from fedloom.slots import Stage
+from fedloom.types import Leaves, Message, Seen
+
+
+def send_model(weight: str = "n", *, buffers: str = "n", log: bool = False) -> Stage:
+    """Sends what the client's training changed in the leaves that travel.
+
+    Three entries: ``delta`` = theta_k - w of the trainable leaves, ``buffers`` the same of floating buffers, ``counters``
+    integer buffers as they are (the server takes the maximum). A leaf that is personal in this round is measured from
+    the client's own start.
+
+    Args:
+        weight: weights q of the mean of ``delta``: ``"n"``, ``"uniform"`` or an uploaded entry.
+        buffers: weights of the mean of ``buffers``.
+        log: whether uploaded weights are logarithms.
+    """
+
+    def fn(message: Message, memory: Leaves, seen: Seen) -> tuple[Message, Leaves]:
+        delta: Leaves = {}
+        floats: Leaves = {}
+        counters: Leaves = {}
+        for spec in seen.specs.values():
+            if spec.copy != "main" or not spec.sent:
+                continue
+            final = seen.final[spec.name]
+            if not spec.floating:
+                counters[spec.name] = final
+                continue
+            base = seen.received[spec.name]
+            if spec.name in seen.gate:
+                base = torch.where(seen.gate[spec.name].bool(), base, seen.start[spec.name])
+            (floats if spec.buffer else delta)[spec.name] = final - base
+        message = {**message, "delta": delta}
+        if floats:
+            message["buffers"] = floats
+        if counters:
+            message["counters"] = counters
+        return message, memory
+
+    entries = {"delta": mean(weight, log=log), "buffers": mean(buffers), "counters": maximum()}
+    return Stage(owner="model", fn=fn, entries=entries)

@@ -1,0 +1,138 @@
+"""What a term sees of the model: its leaves, its output and its features on the batch at hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from fedloom import layers, rng
+from fedloom.tasks.base import class_logits
+from fedloom.types import Batch, Leaves, Seen
+
+if TYPE_CHECKING:
+    from fedloom.bound import Bound
+
+
+class View:
+    """One client's model on one batch. The forward pass runs when its result is first asked for.
+
+    Attributes:
+        leaves: the leaves of this copy, by their names within it.
+        trained: names of the leaves that the phase trains.
+        batch: the batch.
+    """
+
+    __slots__ = (
+        "_bound",
+        "_features",
+        "_full",
+        "_out",
+        "_seen",
+        "_step",
+        "_still",
+        "_taps",
+        "_train",
+        "batch",
+        "copy",
+        "leaves",
+        "trained",
+    )
+
+    def __init__(
+        self,
+        bound: Bound,
+        full: Leaves,
+        batch: Batch,
+        seen: Seen,
+        *,
+        copy: str = "main",
+        train: bool = False,
+        taps: Mapping[str, tuple[str, ...]] | None = None,
+        still: frozenset[str] = frozenset(),
+        trained: tuple[str, ...] = (),
+        step: Tensor | int = 0,
+        leaves: Leaves | None = None,
+    ) -> None:
+        self.leaves = bound.of_copy(full, copy) if leaves is None else leaves
+        self.batch, self.trained, self.copy = batch, trained, copy
+        self._bound, self._full, self._seen = bound, full, seen
+        self._train, self._still, self._taps, self._step = train, still, taps or {}, step
+        self._out: Tensor | None = None
+        self._features: dict[str, Tensor] = {}
+
+    @property
+    def output(self) -> Tensor:
+        """The model's output."""
+        if self._out is None:
+            self._run()
+        assert self._out is not None
+        return self._out
+
+    @property
+    def logits(self) -> Tensor:
+        """Logits over classes; a binary task's single logit z is (0, z)."""
+        return class_logits(self.output) if self._bound.task.name == "binary" else self.output
+
+    @property
+    def z(self) -> Tensor:
+        """The head's input (ask for it with ``taps=("z",)``)."""
+        return self.feature("z")
+
+    def feature(self, name: str) -> Tensor:
+        """Output of a tapped module."""
+        if self._out is None:
+            self._run()
+        return self._features[name]
+
+    def tapped(self, owner: str) -> dict[str, Tensor]:
+        """The features that an owner asked for, in the order in which it named them."""
+        return {name: self.feature(name) for name in self._taps.get(owner, ())}
+
+    def loss(self) -> Tensor:
+        """The task's loss on the batch."""
+        return self._bound.task.value(self.output, self.batch)
+
+    def head(self, z: Tensor) -> Tensor:
+        """The head alone, applied to features."""
+        return self._bound.network.head(self.leaves, z)
+
+    def of(self, copy: str) -> Leaves:
+        """The leaves of another copy of the model."""
+        return self._bound.of_copy(self._full, copy)
+
+    def at(self, leaves: Leaves | None = None, *, batch: Batch | None = None, train: bool | None = None) -> View:
+        """The same model at other leaves (those not named stay), on another batch, or in another mode."""
+        return View(
+            self._bound,
+            self._full,
+            self.batch if batch is None else batch,
+            self._seen,
+            copy=self.copy,
+            train=self._train if train is None else train,
+            taps=self._taps,
+            still=self._still,
+            trained=self.trained,
+            step=self._step,
+            leaves=self.leaves if leaves is None else {**self.leaves, **leaves},
+        )
+
+    def gradient(self, fn: Callable[[View], Tensor], names: tuple[str, ...]) -> Leaves:
+        """Gradient of ``fn(view)`` with respect to some leaves of this copy; it can be differentiated again."""
+        found: Leaves = torch.func.grad(lambda moved: fn(self.at(moved)))({n: self.leaves[n] for n in names})
+        return found
+
+    def _run(self) -> None:
+        bound, seen = self._bound, self._seen
+        rewrite = bound.method.partition.rewrite
+        leaves = self.leaves
+        frame = layers.Frame(
+            mask=self.batch.mask,
+            key=rng.fold(seen.noise, self._step) if self._train and bound.network.noisy else None,
+            wanted=frozenset(n for names in self._taps.values() for n in names),
+            rewrite=None if rewrite is None else lambda z: rewrite(z, leaves, seen),
+        )
+        self._out = bound.network(leaves, self.batch.x, frame, train=self._train, still=self._still)
+        self._features = frame.features
