@@ -70,7 +70,7 @@ class Optimizer:
         names = ["m", "v"] if self.name != "sgd" else ["m"] if self.momentum else []
         state = OptState({k: [torch.zeros_like(p) for p in params] for k in names})
         if active is not None:
-            state.steps = torch.zeros_like(active, dtype=torch.get_default_dtype())
+            state.steps = torch.zeros_like(active, dtype=torch.float64)
         return state
 
     @torch.no_grad()
@@ -121,9 +121,9 @@ class Optimizer:
         steps = state.steps.clamp(min=1)
         first, second = lr / (1 - b1**steps), (1 - b2**steps) ** 0.5
         denom = torch._foreach_sqrt(v)
-        torch._foreach_div_(denom, [_along(second, p) for p in params])
+        torch._foreach_div_(denom, [_along(second, p).to(p.dtype) for p in params])
         torch._foreach_add_(denom, self.eps)
-        torch._foreach_div_(denom, [_along(-first, p) for p in params])
+        torch._foreach_div_(denom, [_along(-first, p).to(p.dtype) for p in params])
         torch._foreach_addcdiv_(params, m, denom, 1.0)
 
 

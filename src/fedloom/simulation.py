@@ -16,6 +16,7 @@ from fedloom import expr, network, rng, run, sampling, server, tasks
 from fedloom.bound import Bound, bind
 from fedloom.data import ClientData, Federation, Rows, concatenate
 from fedloom.engines import Engine, LoopEngine
+from fedloom.engines.vectorised import VectorisedEngine
 from fedloom.errors import UserError
 from fedloom.modes import CLOUD, POOL, Hybrid, Mixing
 from fedloom.optim import Optimizer, sgd
@@ -64,7 +65,7 @@ def fit(
         batch_size: rows of a mini-batch, or ``"full"``.
         optimizer: of the clients; default ``fl.sgd(lr=0.05)``.
         task: ``"classification"``, ``"binary"``, ``"regression"``, ``"segmentation"``, or an ``fl.Task``.
-        engine: ``"auto"`` or ``"loop"``.
+        engine: ``"auto"``, ``"loop"`` or ``"vectorised"``.
         device: ``"auto"``, ``"cpu"`` or ``"cuda"``.
         precision: ``"fp32"``, ``"tf32"``, ``"bf16"`` or ``"fp64"``.
         seed: of everything random.
@@ -231,8 +232,10 @@ def _clients(state: Run, history: list[Record]) -> Clients:
 
 def make_engine(name: str) -> Engine:
     """The engine of a name."""
+    if name == "vectorised":
+        return VectorisedEngine()
     if name not in ("auto", "loop"):
-        raise UserError(f"engine={name!r}: expected auto or loop")
+        raise UserError(f"engine={name!r}: expected auto, loop or vectorised")
     return LoopEngine()
 
 

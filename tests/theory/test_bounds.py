@@ -25,17 +25,13 @@ def test_squared_bounds() -> None:
     given_ = {"ce": 1.0, "mi": (4.0, 4.0), "ne": (1.0, 1.0), "alpha": (0.5,), "lam": (2.0,)}
     assert theory.squared_bound(**given_, mode="paper").value == 1 + 1 + 1 + 4 + 4
     assert theory.squared_bound(**given_).value == 5 * 11
-    assert theory.squared_bound(**given_).terms["square of the sum"] == pytest.approx(
-        (1 + 1 + 1 + 2 + 2) ** 2
-    )
+    assert theory.squared_bound(**given_).terms["square of the sum"] == pytest.approx((1 + 1 + 1 + 2 + 2) ** 2)
     plain = theory.squared_bound(ce=3.0, mi=(4.0,), ne=(4.0,), alpha=(0.0,), lam=(0.0,))
     assert plain.value == 3.0, "without ISR nothing may be added"
 
 
 @given(parts=st.lists(st.floats(-5, 5), min_size=3, max_size=3), weights=st.tuples(sizes, sizes))
-def test_sound_squared_bound_holds_for_dependent_parts(
-    parts: list[float], weights: tuple[float, float]
-) -> None:
+def test_sound_squared_bound_holds_for_dependent_parts(parts: list[float], weights: tuple[float, float]) -> None:
     ce, mi, ne = parts
     bound = theory.squared_bound(ce=ce**2, mi=(mi**2,), ne=(ne**2,), alpha=(weights[0],), lam=(weights[1],))
     total = (ce + weights[0] * mi + weights[1] * ne) ** 2
@@ -73,9 +69,7 @@ def test_drift_grows_with_the_square_of_the_steps() -> None:
     assert twice == pytest.approx(4 * once)
 
 
-def _local(
-    a: np.ndarray, b: np.ndarray, step: float, steps: int, noise: float
-) -> tuple[np.ndarray, np.ndarray]:
+def _local(a: np.ndarray, b: np.ndarray, step: float, steps: int, noise: float) -> tuple[np.ndarray, np.ndarray]:
     """Exact mean and variance after local steps from 0 on (a/2)(y - b)^2 with gradient noise."""
     mean, var = np.zeros_like(b), np.zeros_like(b)
     for _ in range(steps):
@@ -138,18 +132,12 @@ def test_centralised_bound() -> None:
 
 
 @given(gap=sizes, smoothness=sizes, moment=sizes, rounds=st.integers(1, 10**6), factor=st.floats(0.2, 5))
-def test_best_centralised_step(
-    gap: float, smoothness: float, moment: float, rounds: int, factor: float
-) -> None:
+def test_best_centralised_step(gap: float, smoothness: float, moment: float, rounds: int, factor: float) -> None:
     best = theory.cl_best_step(gap=gap, smoothness=smoothness, second_moment=moment, rounds=rounds)
     assert best.value == pytest.approx(np.sqrt(2 * gap / (smoothness * moment)))
     case = {"gap": gap, "smoothness": smoothness, "second_moment": moment, "rounds": rounds}
     least = theory.cl_bound(**case, eta=best.value).value
-    assert (
-        least
-        == pytest.approx(best.terms["bound at eta*"])
-        == 2 * np.sqrt(2 * gap * smoothness * moment / rounds)
-    )
+    assert least == pytest.approx(best.terms["bound at eta*"]) == 2 * np.sqrt(2 * gap * smoothness * moment / rounds)
     assert theory.cl_bound(**case, eta=factor * best.value).value >= least * (1 - 1e-12)
 
 
@@ -251,9 +239,7 @@ def test_bounds_broadcast_along_a_curve() -> None:
     assert "at 1 of 3 points" in bound.summary()
 
 
-@pytest.mark.parametrize(
-    "wrong", [{"eta": 0.0}, {"eta": float("nan")}, {"rounds": 0}, {"gap": -1}, {"gap": np.inf}]
-)
+@pytest.mark.parametrize("wrong", [{"eta": 0.0}, {"eta": float("nan")}, {"rounds": 0}, {"gap": -1}, {"gap": np.inf}])
 def test_numbers_out_of_range_are_refused_by_name(wrong: dict[str, float]) -> None:
     with pytest.raises(UserError, match=next(iter(wrong))):
         theory.cl_bound(**{**CASE, "second_moment": 1.0, **wrong})

@@ -36,9 +36,7 @@ def test_every_argument_is_described(name: str) -> None:
     found = theory.parameters(name)
     function = {**theory.CALCULATORS, **theory.TABLES}[name]
     assert [p.name for p in found] == list(inspect.signature(function).parameters)
-    assert all(
-        p.kind == inspect.Parameter.KEYWORD_ONLY for p in inspect.signature(function).parameters.values()
-    )
+    assert all(p.kind == inspect.Parameter.KEYWORD_ONLY for p in inspect.signature(function).parameters.values())
     assert all(p.help for p in found)
     assert theory.one_line(name).endswith(".")
     assert "Reference:" in (function.__doc__ or "")

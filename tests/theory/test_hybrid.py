@@ -28,9 +28,7 @@ def test_effective_noise_by_hand() -> None:
 
 
 @given(alphas=shares, cloud=sizes, federated=sizes)
-def test_effective_noise_is_ordered_and_never_enlarged(
-    alphas: list[float], cloud: float, federated: float
-) -> None:
+def test_effective_noise_is_ordered_and_never_enlarged(alphas: list[float], cloud: float, federated: float) -> None:
     case = {"alphas": alphas, "cloud": cloud, "federated": federated}
     paper, sound = theory.effective_noise(**case, mode="paper"), theory.effective_noise(**case)
     assert paper.value <= sound.value <= max(cloud, federated) * (1 + 1e-12)
@@ -102,9 +100,7 @@ def test_hybrid_rounds_by_hand() -> None:
     case = {"eps": 0.3, "gap": 2.0, "alpha_min": 0.25, "noise": 3.0, "bias": 0.1, "c": 2.0}
     room = 0.3 - 2 * 0.01
     assert theory.rounds_hybrid(**case).value == pytest.approx(4 * 4 * 2 * 3 / (0.25 * room**2))
-    assert theory.rounds_hybrid(**case, mode="paper").value == pytest.approx(
-        4 * 4 * 2 * 3 / (0.25**2 * room**2)
-    )
+    assert theory.rounds_hybrid(**case, mode="paper").value == pytest.approx(4 * 4 * 2 * 3 / (0.25**2 * room**2))
     fixed = (2 * (2 / (0.25 * 0.5) + 0.5 * 3) / room) ** 2
     for mode in ("paper", "sound"):
         assert theory.rounds_hybrid(**case, eta=0.5, mode=mode).value == pytest.approx(fixed)
@@ -116,9 +112,7 @@ def test_hybrid_rounds_by_hand() -> None:
 
 
 @given(eps=sizes, gap=sizes, share=st.floats(0.01, 1), noise=sizes, factor=st.floats(0.2, 5))
-def test_hybrid_rounds_turn_the_bound_round(
-    eps: float, gap: float, share: float, noise: float, factor: float
-) -> None:
+def test_hybrid_rounds_turn_the_bound_round(eps: float, gap: float, share: float, noise: float, factor: float) -> None:
     case = {"eps": eps, "gap": gap, "alpha_min": share, "noise": noise, "bias": 0.1}
     assume(eps > 0.011)
     best = theory.rounds_hybrid(**case)
@@ -142,9 +136,7 @@ def test_hybrid_rounds_turn_the_bound_round(
 def test_explicit_hybrid_rounds_turn_their_bound_round(
     eps: float, gap: float, smoothness: float, noise: float, eta: float | None
 ) -> None:
-    found = theory.rounds_hybrid_explicit(
-        eps=eps, gap=gap, smoothness=smoothness, noise=noise, bias=0.1, eta=eta
-    )
+    found = theory.rounds_hybrid_explicit(eps=eps, gap=gap, smoothness=smoothness, noise=noise, bias=0.1, eta=eta)
     assert found.valid
     back = theory.hybrid_bound_explicit(
         gap=gap,

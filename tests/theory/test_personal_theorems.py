@@ -172,9 +172,7 @@ def test_map_hessian_by_finite_differences(d: float, s: float, eps: float) -> No
     assert exact == pytest.approx(numeric, rel=1e-3, abs=1e-3 * np.abs(exact).max())
     assert np.linalg.det(exact) == pytest.approx(4 * eps**2 / (s + 1), rel=1e-6)
     least = theory.map_curvature(distance=d, s=s, eps=eps)
-    assert least.value == pytest.approx(
-        np.linalg.eigvalsh(exact)[0], rel=1e-5, abs=1e-12 * np.abs(exact).max()
-    )
+    assert least.value == pytest.approx(np.linalg.eigvalsh(exact)[0], rel=1e-5, abs=1e-12 * np.abs(exact).max())
     assert 0 < least.value <= least.terms["upper bound"] * (1 + 1e-9)
 
 
@@ -197,9 +195,7 @@ def test_learnable_prior_is_strictly_but_not_strongly_convex() -> None:
     assert far.valid
     assert np.all(np.diff(far.value) < 0)
     assert far.value[-1] == pytest.approx(2e-2 / 1e12, rel=1e-3)
-    boxes = [
-        theory.map_convex_on_box(distance=r, s_low=-0.5, s_high=4.0, points=41) for r in (1.0, 10.0, 1000.0)
-    ]
+    boxes = [theory.map_convex_on_box(distance=r, s_low=-0.5, s_high=4.0, points=41) for r in (1.0, 10.0, 1000.0)]
     assert all(box.valid and not box.claims[0].holds for box in boxes)
     assert boxes[0].value > boxes[1].value > boxes[2].value > 0
     assert boxes[1].terms["at |theta - mu|"] == 10.0

@@ -72,9 +72,7 @@ def test_isr_ratio_lies_between_kappa_and_one(kappa: float, moment: float, steps
     ratio = theory.isr_ratio(kappa=kappa, second_moment=moment, steps=steps, heterogeneity=h).value
     assert kappa * (1 - 1e-12) <= ratio <= 1 + 1e-12
     rounds = [
-        theory.rounds_fl(
-            eps=0.1, gap=1.0, smoothness=1.0, second_moment=moment, steps=steps, heterogeneity=k * h
-        ).value
+        theory.rounds_fl(eps=0.1, gap=1.0, smoothness=1.0, second_moment=moment, steps=steps, heterogeneity=k * h).value
         for k in (kappa, 1.0)
     ]
     assert ratio == pytest.approx(rounds[0] / rounds[1])

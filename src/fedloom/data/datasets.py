@@ -2,41 +2,57 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from fedloom.data import clinical, images
 from fedloom.data.dataset import Dataset
 from fedloom.data.rows import Rows
-from fedloom.errors import UnknownName
+from fedloom.errors import UnknownName, UserError
 
 
-def _digits() -> Dataset:
+def digits() -> Dataset:
     """Handwritten digits, 8 x 8, 1,797 rows, 10 classes; comes with the package.
 
     Reference:
-        Alpaydin and Kaynak, Optical recognition of handwritten digits, UCI repository (1998); the copy of
+        Alpaydin and Kaynak, Optical recognition of handwritten digits, UCI repository (1998), as in
         scikit-learn.
     """
     asset = resources.files("fedloom.data") / "assets" / "digits.npz"
     with asset.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
-        images, labels = arrays["images"], arrays["labels"]
-    x = torch.from_numpy(images.astype(np.float32) / 16).unsqueeze(1)
+        pictures, labels = arrays["images"], arrays["labels"]
+    x = torch.from_numpy(pictures.astype(np.float32) / 16).unsqueeze(1)
     return Dataset("digits", Rows(x, torch.from_numpy(labels.astype(np.int64))), classes=tuple("0123456789"))
 
 
-DATASETS: dict[str, Callable[..., Dataset]] = {"digits": _digits}
+DATASETS: dict[str, Callable[..., Dataset]] = {
+    "cifar10": images.cifar10,
+    "cifar100": images.cifar100,
+    "digits": digits,
+    "emnist": images.emnist,
+    "emnist47": images.emnist47,
+    "fashion_mnist": images.fashion_mnist,
+    "har": clinical.har,
+    "heart_disease": clinical.heart_disease,
+    "mnist": images.mnist,
+    "office_caltech10": images.office_caltech10,
+    "tcga_brca": clinical.tcga_brca,
+}
 
 
-def load(name: str, **options: Any) -> Dataset:
-    """A data set by name.
+def load(name: str, *, data_dir: str | Path | None = None, **options: Any) -> Dataset:
+    """A data set by name: from `data_dir`, else from `FEDLOOM_DATA` or the user's cache, else downloaded.
 
     Args:
         name: One of `DATASETS`.
-        **options: Options of its reader.
+        data_dir: The only folder to look in and to download to.
+        **options: Options of this data set, such as `kind` of emnist.
 
     Example:
         >>> tuple(load("digits").train.x.shape)
@@ -44,4 +60,11 @@ def load(name: str, **options: Any) -> Dataset:
     """
     if name not in DATASETS:
         raise UnknownName("data set", name, DATASETS)
-    return DATASETS[name](**options)
+    reader = DATASETS[name]
+    known = inspect.signature(reader).parameters
+    for option in options:
+        if option not in known:
+            raise UserError(f"data set {name!r} has no option {option!r}; it has {', '.join(known) or 'none'}.")
+    if "data_dir" in known:
+        options["data_dir"] = data_dir
+    return reader(**options)

@@ -39,7 +39,8 @@ def drift_bound(
 
     The paper's form is wrong: no absolute constant serves every step size, since K steps on (L/2) theta^2
     multiply theta by (1 - eta_t L)^K, which grows without limit once eta_t L > 2. The sound form holds for
-    every step size.
+    every step size. Its proof: in the L2 norm r_e of theta_e - theta_0, a local step gives
+    r_{e+1} <= (1 + L eta_t) r_e + eta_t (||grad_n|| + sigma), and sum_n w_n ||grad_n||^2 = ||grad||^2 + H.
 
     Args:
         eta_t: local step size in that round.

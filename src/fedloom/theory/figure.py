@@ -74,7 +74,9 @@ def draw_escape(path: str | Path, *, mode: Mode = "paper", **constants: float) -
         for index, (label, y) in enumerate(lines.items()):
             if np.any(np.isfinite(y)):
                 axes.plot(x, y, label=label, color=f"C{index}")
-        axes.set(xscale="log", yscale="log", xlabel=labels[panel], ylabel="steps to escape, T")
+        # As in the paper: (a) and (b) double logarithmic; (c) and (d) linear in T, so that ln R is a straight line.
+        scale = "log" if panel in ("gamma", "eta") else "linear"
+        axes.set(xscale="log", yscale=scale, xlabel=labels[panel], ylabel="steps to escape, T")
         axes.grid(True, which="both", alpha=0.2)
         if axes.lines:
             axes.legend(fontsize="small")

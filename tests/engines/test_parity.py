@@ -1,0 +1,87 @@
+"""Every registered method and plug-in gives the loop engine's numbers on the vectorised engine.
+
+A new method is covered as soon as it is registered; ``CASES`` holds only those that need arguments of their own.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+
+import fedloom as fl
+from tests.helpers import AWKWARD, bn_mlp, dropout_mlp, everything, federation, fit, gap, small_cnn
+
+PLUGIN_ARGUMENTS: dict[str, str] = {}
+"""Arguments for plug-ins that have no defaults, or whose defaults do nothing on a tiny network."""
+
+
+def texts() -> list[str]:
+    found = list(fl.list_methods())
+    for name in fl.list_plugins():
+        entry = fl.describe(name)
+        arguments = PLUGIN_ARGUMENTS.get(name, "()")
+        if arguments != "()" or all(d is not inspect.Parameter.empty for d in entry.parameters.values()):
+            found.append(f"fedavg + {name}{arguments}")
+    return found
+
+
+def compare(method: str, model: Any, data: fl.Federation, tolerance: float, **options: Any) -> None:
+    try:
+        a = fit(method, model, data, engine="loop", **options)
+    except fl.UserError as error:
+        pytest.skip(f"refused: {error}")
+    b = fit(method, model, data, engine="vectorised", **options)
+    left, right = everything(a), everything(b)
+    assert set(left) == set(right)
+    assert gap(left, right) <= tolerance
+    for mine, theirs in zip(a.history, b.history, strict=True):
+        assert mine["skipped"] == theirs["skipped"]
+        assert mine["bytes_up"] == theirs["bytes_up"]
+        assert mine["loss"] == pytest.approx(theirs["loss"], rel=max(tolerance * 100, 1e-9), nan_ok=True)
+
+
+@pytest.mark.parametrize("method", texts())
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_awkward_cohort_with_batch_norm(method: str, optimizer: str) -> None:
+    chosen = fl.sgd(0.05, momentum=0.9, weight_decay=1e-3) if optimizer == "sgd" else fl.adam(1e-2)
+    data = federation(AWKWARD, one_class=2)
+    compare(method, bn_mlp(), data, 1e-10, cohort=4, epochs=1, batch_size=64, optimizer=chosen)
+
+
+@pytest.mark.parametrize("method", texts())
+def test_dropout(method: str) -> None:
+    compare(method, dropout_mlp(), federation((7, 12, 3)), 1e-10, epochs=2, batch_size=4)
+
+
+@pytest.mark.parametrize("method", texts())
+def test_one_client(method: str) -> None:
+    compare(method, bn_mlp(track=False), federation((11,)), 1e-10, epochs=1, batch_size=4)
+
+
+@pytest.mark.parametrize("method", ["fedavg", "fedbn", "fedrep", "ditto"])
+def test_pictures_with_in_place_activation(method: str) -> None:
+    compare(method, small_cnn(), federation((6, 9, 2), (1, 6, 6)), 1e-10, batch_size=4)
+
+
+@pytest.mark.parametrize("method", ["fedavg", "scaffold", "ditto"])
+def test_float32(method: str) -> None:
+    compare(method, bn_mlp(), federation(AWKWARD), 1e-4, precision="fp32", epochs=1, batch_size=64)
+
+
+def test_bad_client_leaves_the_others_alone() -> None:
+    data = federation((8, 8, 8))
+    poisoned = torch.full_like(data[1].train.x, 1e38)  # type: ignore[arg-type]
+    bad = fl.Federation.from_arrays(
+        [((c.train.x if c.id != "1" else poisoned, c.train.y), (c.test.x, c.test.y)) for c in data if c.test]
+    )
+    options = {"rounds": 1, "epochs": 1, "batch_size": 4, "precision": "fp32", "optimizer": fl.sgd(10.0)}
+    for engine in ("loop", "vectorised"):
+        good, hurt = (fit("local", None, d, engine=engine, **options) for d in (data, bad))
+        assert [r["client"] for r in hurt.history[0]["rejected"]] == ["1"]
+        left, right = everything(good), everything(hurt)
+        for name in right:
+            if not name.startswith("1 "):
+                assert torch.equal(left[name], right[name]), name
