@@ -250,3 +250,14 @@ def test_unknown_mode_and_words_are_refused() -> None:
         theory.effective_noise(alphas=(0.5,), cloud=1, federated=1, mode="literal")  # type: ignore[arg-type]
     with pytest.raises(UserError, match="is not a number"):
         theory.local_steps(epochs="many", samples=1, batch=1)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("steps", "reach", "constant"), [(1, 0.7, 2.0), (2, 2.0, 4.5), (10**6, 1.0, 2 * (np.e - 1) ** 2)]
+)
+def test_sound_drift_constant_by_hand(steps: int, reach: float, constant: float) -> None:
+    bound = theory.drift_bound(
+        eta_t=reach / steps, steps=steps, grad_sq=1.0, heterogeneity=2.0, noise=3.0, smoothness=1.0, mode="sound"
+    )
+    assert bound.terms["C"] == pytest.approx(constant, rel=1e-5)
+    assert bound.value == pytest.approx(constant * reach**2 * 6, rel=1e-5)
