@@ -3,6 +3,8 @@
 from fedloom.data.dataset import Dataset
 from fedloom.data.datasets import DATASETS, load
 from fedloom.data.federation import ClientData, Federation, Scale, to_float
+from fedloom.data.folders import from_folder, from_table, read
+from fedloom.data.generators import synthetic
 from fedloom.data.partitions import (
     PARTITIONS,
     Partitioner,
@@ -14,26 +16,33 @@ from fedloom.data.partitions import (
     quantity,
     shards,
 )
+from fedloom.data.preprocessing import Preprocess, Preprocessing
 from fedloom.data.rows import Inputs, Rows, concatenate
 
 __all__ = [
-    "DATASETS",
-    "PARTITIONS",
     "ClientData",
+    "DATASETS",
     "Dataset",
     "Federation",
     "Inputs",
+    "PARTITIONS",
     "Partitioner",
+    "Preprocess",
+    "Preprocessing",
     "Rows",
     "Scale",
     "affine",
     "classes_per_client",
     "concatenate",
     "dirichlet",
+    "from_folder",
+    "from_table",
     "iid",
     "load",
     "natural",
     "quantity",
+    "read",
     "shards",
+    "synthetic",
     "to_float",
 ]

@@ -16,12 +16,17 @@ from fedloom.data.rows import Rows
 from fedloom.errors import UserError
 
 _HOSPITALS = ("cleveland", "hungarian", "switzerland", "va")
-_HEART_COLUMNS = ("age", "sex", "cp", "trestbps", "chol", "fbs", "restecg", "thalach", "exang", "oldpeak")
-_HEART_COLUMNS += ("slope", "ca", "thal")
+_HEART_NAMES = "age sex cp trestbps chol fbs restecg thalach exang oldpeak slope ca thal"
 _HEART = Official(
     "heart_disease",
     ("heart_disease",),
     (Remote("heart+disease.zip", ("https://archive.ics.uci.edu/static/public/45/heart+disease.zip",)),),
+    sums=(
+        ("processed.cleveland.data", "a74b7efa387bc9d108d7d0115d831fe9b414b29ae7124f331b622b4efa0427c8"),
+        ("processed.hungarian.data", "d1ad108f785768cd3d7e82dc522e6f5a61eea93cccfb3a46ee8076f73fc3d796"),
+        ("processed.switzerland.data", "834a405ccf5b66ab4056bb77794adc8df0b7125186454c0a1d002d33c6c3b314"),
+        ("processed.va.data", "e7c93d8d0d2acdadfa4c5e8de768e2191e7f618b952e29623f1f0d5949ff6b8f"),
+    ),
 )
 # Cholesterol and blood pressure of 0 are missing values in disguise (Swiss cholesterol throughout).
 _HEART_STEPS = Preprocess(impute="median", scale="standard", missing={"chol": [0], "trestbps": [0]})
@@ -56,7 +61,7 @@ def heart_disease(
         groups=_HOSPITALS,
         train_groups=hospital,
         preprocess=_HEART_STEPS if preprocess is None else Preprocess.of(preprocess),
-        columns=_HEART_COLUMNS,
+        columns=tuple(_HEART_NAMES.split()),
     )
 
 

@@ -36,7 +36,7 @@ class Dataset:
         groups: Names of the natural clients.
         train_groups: For each training row its natural client, as a position in `groups`.
         test_groups: The same for the test rows.
-        options: Options of the reader that differ from their defaults; part of the federation's origin.
+        options: Options of `load` that differ from their defaults; part of the federation's origin.
         preprocess: What to do with the columns of x once the rows are dealt.
         columns: Names of the columns of x.
     """
@@ -108,7 +108,7 @@ class Dataset:
             client = ClientData(name, pool.take(torch.from_numpy(part[train])), held_out, _take(pool, part[checked]))
             made.append(_skew(client, partitioner, self.scale, seed) if isinstance(partitioner, Affine) else client)
         origin = {"name": self.name, "partition": str(partitioner), "clients": clients, "seed": seed}
-        origin |= {"split": split, "test": test, "val": val, **self.options}
+        origin |= {"split": split, "test": test, "val": val, "options": self.options}
         scale = None if isinstance(partitioner, Affine) else self.scale
         federation = Federation(tuple(made), None, self.name, self.classes, scale, origin)
         spec = self.preprocess if preprocess is None else Preprocess.of(preprocess)

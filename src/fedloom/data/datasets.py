@@ -13,6 +13,7 @@ import torch
 
 from fedloom.data import clinical, images
 from fedloom.data.dataset import Dataset
+from fedloom.data.generators import synthetic
 from fedloom.data.rows import Rows
 from fedloom.errors import UnknownName, UserError
 
@@ -42,6 +43,7 @@ DATASETS: dict[str, Callable[..., Dataset]] = {
     "heart_disease": clinical.heart_disease,
     "mnist": images.mnist,
     "office_caltech10": images.office_caltech10,
+    "synthetic": synthetic,
     "tcga_brca": clinical.tcga_brca,
 }
 

@@ -42,12 +42,14 @@ class Official:
         folders: Folders below the data folder that may hold its files; the first one receives downloads.
         remotes: Files or archives to download.
         archives: Further names of archives that hold the files.
+        sums: SHA-256 sums of unpacked files, for archives that have no published sum.
     """
 
     name: str
     folders: tuple[str, ...]
     remotes: tuple[Remote, ...]
     archives: tuple[str, ...] = ()
+    sums: tuple[tuple[str, str], ...] = ()
 
 
 def data_folders(data_dir: str | Path | None = None) -> list[Path]:
@@ -94,7 +96,7 @@ def read_official(
     """
     found = _look(source, wanted, data_folders(data_dir))
     if found is not None:
-        return found
+        return _checked(source, found)
     places = [folder / source.folders[0] for folder in data_folders(data_dir)]
     files = ", ".join(remote.name for remote in source.remotes)
     hint = f"Get {files} from {source.remotes[0].urls[0].rsplit('/', 1)[0]}/ and put into {places[0]}"
@@ -112,6 +114,18 @@ def read_official(
         raise UserError(
             f"data set {source.name!r}: {folder} does not hold {', '.join(wanted)}. Delete it and try again."
         )
+    return _checked(source, found)
+
+
+def _checked(source: Official, found: dict[str, bytes]) -> dict[str, bytes]:
+    """The files themselves, if their sums are right."""
+    for name, expected in source.sums:
+        digest = hashlib.sha256(found[name]).hexdigest() if name in found else expected
+        if digest != expected:
+            raise UserError(
+                f"data set {source.name!r}: {name} has the SHA-256 sum {digest}, expected {expected}. "
+                "Delete it and try again."
+            )
     return found
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from fedloom.data.object_arrays import read_objects
 from fedloom.data.preprocessing import Preprocess
 from fedloom.data.rows import Rows, make_rows
 from fedloom.data.tables import Inputs, Table, as_table, labels, read_csv, read_inputs
-from fedloom.errors import UserError
+from fedloom.errors import UnknownName, UserError
 
 LABELS = ("label", "labels", "y", "target", "class")
 _PARTS = ("train", "test", "val")
@@ -255,6 +256,28 @@ def from_table(
     title = name or (Path(path).stem if path else "table")
     made = Federation(tuple(clients), None, title, classes, None, origin if path else {})
     return _finish(made, inputs.spec, inputs)
+
+
+def read(path: str | Path, **options: Any) -> Federation:
+    """A federation from a path: a folder with a file per client, or a table with a client column.
+
+    Args:
+        path: A folder, or a CSV file (which needs the options `client` and `label`).
+        **options: Options of `from_folder` or `from_table`.
+    """
+    place = Path(path)
+    if not place.exists():
+        raise UserError(f"{place} does not exist; expected a folder with a file per client, or a CSV file.")
+    reader: Callable[..., Federation] = from_folder if place.is_dir() else from_table
+    known = inspect.signature(reader).parameters
+    for option in options:
+        if option not in known:
+            raise UnknownName("option of " + reader.__name__, option, known)
+    if reader is from_table:
+        for option in ("client", "label"):
+            if option not in options:
+                raise UserError(f"{place}: which column is the {option}? Say {option}='...'.")
+    return reader(place, **options)
 
 
 def _where(rows: Rows, mask: NDArray[np.bool_]) -> Rows:
