@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import fedloom as fl
 from tests.helpers import AWKWARD, bn_mlp, dropout_mlp, everything, federation, fit, gap, small_cnn
@@ -79,7 +80,7 @@ def test_bad_client_leaves_the_others_alone() -> None:
     )
     options = {"rounds": 1, "epochs": 1, "batch_size": 4, "precision": "fp32", "optimizer": fl.sgd(10.0)}
     for engine in ("loop", "vectorised"):
-        good, hurt = (fit("local", None, d, engine=engine, **options) for d in (data, bad))
+        good, hurt = (fit("local", lambda: nn.Sequential(nn.Linear(6, 3)), d, engine=engine, **options) for d in (data, bad))
         assert [r["client"] for r in hurt.history[0]["rejected"]] == ["1"]
         left, right = everything(good), everything(hurt)
         for name in right:
