@@ -4,9 +4,9 @@ from fedloom import data, models
 from fedloom.data import Federation, affine, classes_per_client, dirichlet, iid, natural, quantity, shards
 from fedloom.errors import Conflict, FedloomError, NotVectorisable, RunError, UnknownName, UserError
 from fedloom.expr import method
-from fedloom.methods import ditto, fedavg, fedbn, fedper, fedprox, fedrep, local, scaffold
+from fedloom.methods import ditto, fedavg, fedbn, fedper, fedproto, fedprox, fedrep, local, scaffold
 from fedloom.optim import adam, adamw, sgd
-from fedloom.plugins import clip, control_variates, noise, personal, proximal
+from fedloom.plugins import clip, control_variates, noise, personal, prototypes, proximal
 from fedloom.record import Method, Plugin, compose
 from fedloom.registry import describe, list_methods, list_plugins
 from fedloom.result import Result
@@ -41,6 +41,7 @@ __all__ = [
     "fedavg",
     "fedbn",
     "fedper",
+    "fedproto",
     "fedprox",
     "fedrep",
     "fit",
@@ -53,6 +54,7 @@ __all__ = [
     "natural",
     "noise",
     "personal",
+    "prototypes",
     "proximal",
     "quantity",
     "scaffold",

@@ -23,11 +23,14 @@ from fedloom.slots import (
     Phase,
     Prepare,
     Program,
+    Receive,
     Rule,
     Schedule,
+    Send,
     Server,
     ServerStage,
     Stage,
+    Sweep,
     Term,
 )
 from fedloom.types import Leaves, Memory, ReceiveRule, Seen
@@ -98,6 +101,14 @@ class Method:
             upload=method.upload + stages,
             server=replace(s, prepare=s.prepare + prepare, stages=s.stages + server),
         )
+
+    def sweeping(self, sweep: Sweep, *, at: Literal["start", "end"] = "end") -> Method:
+        """This method with one more sweep in its round: right after the receive, or right before the send."""
+        method = self.claiming(f"the sweep {sweep.name!r}", sweep.name)
+        steps = method.schedule.round
+        where = 1 if at == "start" else len(steps) - 1
+        assert isinstance(steps[0], Receive) and isinstance(steps[-1], Send)
+        return replace(method, schedule=replace(method.schedule, round=(*steps[:where], sweep, *steps[where:])))
 
     # Replacements: each can be made once, so two plug-ins that both make it conflict.
 

@@ -3,6 +3,7 @@
 from fedloom.plugins.control_variates import control_variates
 from fedloom.plugins.personal import personal
 from fedloom.plugins.privacy import clip, noise
+from fedloom.plugins.prototypes import prototypes
 from fedloom.plugins.proximal import proximal
 
-__all__ = ["clip", "control_variates", "noise", "personal", "proximal"]
+__all__ = ["clip", "control_variates", "noise", "personal", "prototypes", "proximal"]
