@@ -1,6 +1,7 @@
 """fedloom: personalised federated learning on PyTorch, with methods woven from parts that compose."""
 
 from fedloom import data, models
+from fedloom.checks import check_method
 from fedloom.data import Federation, affine, classes_per_client, dirichlet, iid, natural, quantity, shards
 from fedloom.errors import Conflict, FedloomError, NotVectorisable, RunError, UnknownName, UserError
 from fedloom.expr import method
@@ -30,6 +31,7 @@ __all__ = [
     "adam",
     "adamw",
     "affine",
+    "check_method",
     "classes_per_client",
     "clip",
     "compose",

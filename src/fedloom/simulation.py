@@ -42,7 +42,7 @@ def fit(
     batch_size: int | Literal["full"] = 32,
     optimizer: Optimizer | None = None,
     task: str | Task = "classification",
-    engine: str = "auto",
+    engine: str | Engine = "auto",
     device: str = "auto",
     precision: str = "fp32",
     seed: int = 0,
@@ -230,8 +230,10 @@ def _clients(state: Run, history: list[Record]) -> Clients:
 # Making the parts -----------------------------------------------------------------------------------------
 
 
-def make_engine(name: str) -> Engine:
-    """The engine of a name."""
+def make_engine(name: str | Engine) -> Engine:
+    """The engine of a name; an engine is returned as it is."""
+    if not isinstance(name, str):
+        return name
     if name == "vectorised":
         return VectorisedEngine()
     if name not in ("auto", "loop"):

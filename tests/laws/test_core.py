@@ -210,7 +210,7 @@ def test_personal_leaves_of_clients_left_out_do_not_move() -> None:
 
 # Composition ----------------------------------------------------------------------------------------------
 
-STACKS = ["proximal(0.1)", "clip(0.5)", "noise(0.01)", "personal('0.bias')"]
+STACKS = ["proximal(0.1)", "clip(0.5)", "noise(0.01)", "personal('0.weight')"]
 
 
 @pytest.mark.parametrize("base", ["local", "fedavg", "fedprox", "scaffold", "fedper", "fedrep", "ditto", "fedbn"])
