@@ -69,6 +69,20 @@ class Bound:
         """The modules that a term, a sweep or a predict route reads."""
         return resolve_taps(chooser, self.structure)
 
+    def split(self, leaves: Leaves) -> dict[Kind, Leaves]:
+        """Leaves by kind; :meth:`merge` is the exact inverse. A leaf that no rule covers is an error."""
+        parts: dict[Kind, Leaves] = {"shared": {}, "personal": {}, "mirrored": {}, "frozen": {}}
+        for name, value in leaves.items():
+            if name not in self.specs:
+                raise UserError(f"the leaf {name!r} is not one of the bound model's: {', '.join(self.specs)}")
+            parts[self.specs[name].kind][name] = value
+        return parts
+
+    def merge(self, parts: Mapping[Kind, Leaves]) -> Leaves:
+        """One dictionary again, in the model's order."""
+        found = {name: value for part in parts.values() for name, value in part.items()}
+        return {name: found[name] for name in self.specs if name in found}
+
     def complete(self) -> bool:
         """Whether the server's leaves alone make a whole model."""
         return all(s.kind != "personal" or s.owner for s in self.specs.values() if s.copy == "main")
