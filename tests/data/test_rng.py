@@ -72,7 +72,8 @@ def test_rows_added_at_the_end_leave_earlier_rows_alone(rows):
 def test_range_and_leading_bits(dtype):
     values = uniform(KEY, (200_000,), dtype)
     assert values.dtype == dtype
-    assert 0 <= values.min() and values.max() < 1
+    assert values.min() >= 0
+    assert values.max() < 1
     width = {torch.float64: 32, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}[dtype]
     assert torch.equal((values.double() * 2**width).long(), bits(KEY, (200_000,)) >> (32 - width))
 
@@ -134,4 +135,5 @@ def test_normal_has_the_moments_of_the_normal_distribution():
 def test_key_of_is_63_bits():
     keys = {key_of(seed, "a", i) for seed in range(3) for i in range(1000)}
     assert len(keys) == 3000
-    assert max(keys) < 2**63 and max(keys) >= 2**62 and min(keys) >= 0
+    assert 2**62 <= max(keys) < 2**63
+    assert min(keys) >= 0

@@ -13,8 +13,6 @@ from numpy.typing import NDArray
 
 Matrix = NDArray[np.float64]
 
-_BISECTIONS = 200
-
 
 def _columns(part: Matrix) -> Matrix:
     """(n, columns, ...) as (columns, everything else)."""
@@ -27,20 +25,27 @@ def _seen(parts: Sequence[Matrix], column: int) -> list[Matrix]:
 
 
 def _kth(parts: Sequence[Matrix], k: int) -> float:
-    """The k-th smallest value over all clients, by bisection on the summed counts of values at most t."""
-    low = min(float(p.min()) for p in parts if len(p))
-    high = max(float(p.max()) for p in parts if len(p))
-    if sum(int((p <= low).sum()) for p in parts) >= k:
-        return low
-    for _ in range(_BISECTIONS):
+    """The k-th smallest value over all clients, by bisection on the summed counts of values at most t.
+
+    At most k - 1 values are <= low throughout. The next value above low is the answer as soon as k values are
+    at most that; until then low rises, and it cannot rise for ever as the interval is halved.
+    """
+    parts = [part for part in parts if len(part)]
+    low, high = -np.inf, max(float(part.max()) for part in parts)
+
+    def at_most(t: float) -> int:
+        return sum(int((part <= t).sum()) for part in parts)
+
+    while True:
+        following = min(float(part[part > low].min()) for part in parts if (part > low).any())
+        if at_most(following) >= k:
+            return following
+        low = following
         middle = low + (high - low) / 2
-        if not low < middle < high:
-            break
-        if sum(int((p <= middle).sum()) for p in parts) >= k:
-            high = middle
-        else:
+        if at_most(middle) < k:
             low = middle
-    return min(float(p[p > low].min()) for p in parts if (p > low).any())
+        else:
+            high = middle
 
 
 def _median(parts: Sequence[Matrix]) -> float:

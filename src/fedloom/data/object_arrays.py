@@ -25,7 +25,8 @@ _RECONSTRUCT = {f"{m} _reconstruct" for m in _MODULES}
 _SCALAR = {f"{m} scalar" for m in _MODULES}
 _ENCODE = {"_codecs encode"}
 _DTYPE, _NDARRAY = "numpy dtype", "numpy ndarray"
-_KNOWN = _RECONSTRUCT | _SCALAR | _ENCODE | {_DTYPE, _NDARRAY}
+_EMPTY = "__builtin__ bytes"
+_KNOWN = _RECONSTRUCT | _SCALAR | _ENCODE | {_DTYPE, _NDARRAY, _EMPTY}
 
 _CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()}
 _NUMBERS = ("BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT")
@@ -159,6 +160,8 @@ class _Machine:
             self.stack.append(np.frombuffer(given[1], given[0].type)[0].item())
         elif function in _ENCODE and len(given) == 2 and given[1] == "latin1" and isinstance(given[0], str):
             self.stack.append(given[0].encode("latin1"))
+        elif function == _EMPTY and given == ():
+            self.stack.append(b"")
         else:
             raise _Refused(f"a call of {function!s}")
 

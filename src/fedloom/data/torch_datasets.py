@@ -144,4 +144,5 @@ def _same(a: Any, b: Any) -> bool:
         return all(_same(a[key], b[key]) for key in a)
     if isinstance(a, (tuple, list)):
         return all(_same(p, q) for p, q in zip(a, b, strict=True))
-    return bool(np.array_equal(np.asarray(a), np.asarray(b)))
+    one, two = np.asarray(a), np.asarray(b)
+    return bool(np.array_equal(one, two, equal_nan=one.dtype.kind == "f"))
