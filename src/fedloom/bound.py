@@ -233,7 +233,8 @@ def _resolve_phases(
     found: dict[str, BoundPhase] = {}
     for program in ("setup", "round", "adapt"):
         for phase in method.phases(program):
-            movable = [s for s in specs.values() if s.copy == phase.copy and s.trainable and s.kind != "frozen"]
+            of_copy = [s for s in specs.values() if s.copy == phase.copy and s.trainable]
+            movable = [s for s in of_copy if s.kind != "frozen" or phase.thaw]
             trained = tuple(s.name for s in movable if matches(phase.leaves, infos[s.local]))
             if not trained:
                 _missed(f"{method.text}, phase {phase.name!r}", phase.leaves, structure, optional=False)

@@ -145,9 +145,12 @@ class Desk:
             mine = gather(own)
             start[name] = mine if gate is None else torch.where(gate.bool(), gather(everywhere), mine)
         rule = self.bound.method.partition.receive
-        if rule is not None and not step.plain:
+        if rule is not None and step.rule and not step.plain:
             apply = rule
+            plain = start
             start = self.layout.call(lambda s, private: {**s, **apply(s, self.see(private))}, start, self.private)
+            for name, gate in post.gate.items():
+                start[name] = torch.where(gate.bool(), start[name], plain[name])
         self.leaves = start
         self.private["start"] = start
 

@@ -151,9 +151,11 @@ class Receive:
 
     Args:
         plain: take the server's value of every leaf, personal ones too (to test the shared model).
+        rule: whether the method's receive rule applies; False leaves kept leaves as the client last had them.
     """
 
     plain: bool = False
+    rule: bool = True
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -221,6 +223,7 @@ class Phase:
         eval_norm: normalisation layers (by pattern) that are in evaluation mode.
         until: ``(seen, losses, step) -> bool tensor``: the client goes on while it is true; ``losses`` are the last
             ten. Once false it stays false.
+        thaw: whether leaves of the kind ``frozen`` move too (fine-tuning in an adapt program).
     """
 
     name: str = "main"
@@ -239,6 +242,7 @@ class Phase:
     after: Callable[[Leaves, Seen], Leaves] | None = None
     eval_norm: Pattern | None = None
     until: Callable[[Seen, Tensor, Tensor], Tensor] | None = None
+    thaw: bool = False
 
 
 Step = Receive | Sweep | Judge | Phase | Send
@@ -320,13 +324,24 @@ class Prepare:
 class ServerStage:
     """Runs after the reduce: ``(reduced, memory, cohort) -> (reduced, memory)``.
 
-    ``reduced["delta"]`` is what is added to the server's leaves in the end.
+    ``reduced["delta"]`` is what is added to the server's leaves in the end. A leaf that is personal in this round (see
+    ``Server.gate``) is zero there, its memory entries (``leaf`` or ``what/leaf``) go back to their initial values, and
+    its own mean is added after all stages, or ``reduced["personal"]`` where a stage gives it.
+
+    Args:
+        owner: the recipe or plug-in that brings it.
+        fn: the stage.
+        memory: initial server memory of the owner, ``(facts) -> dict of tensors``.
+        when: the program after whose replies it runs.
+        report: ``(memory) -> facts`` of the round (numbers, texts, lists, dictionaries) for its record, where they are
+            found under the owner's name.
     """
 
     owner: str
     fn: Callable[[Message, Leaves, Cohort], tuple[Message, Leaves]]
     memory: Callable[[Facts], Leaves] | None = None
     when: Literal["round", "setup"] = "round"
+    report: Callable[[Leaves], Mapping[str, Any]] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

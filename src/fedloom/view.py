@@ -14,6 +14,7 @@ from fedloom.types import Batch, Leaves, Seen
 
 if TYPE_CHECKING:
     from fedloom.bound import Bound
+    from fedloom.structure import Structure
 
 
 class View:
@@ -91,9 +92,14 @@ class View:
         """The features that an owner asked for, in the order in which it named them."""
         return {name: self.feature(name) for name in self._taps.get(owner, ())}
 
-    def loss(self) -> Tensor:
-        """The task's loss on the batch."""
-        return self._bound.task.value(self.output, self.batch)
+    def loss(self, output: Tensor | None = None) -> Tensor:
+        """The task's loss on the batch, of the model's output or of another one of its shape."""
+        return self._bound.task.value(self.output if output is None else output, self.batch)
+
+    @property
+    def structure(self) -> Structure:
+        """What is known of the model: its leaves, its layers, their order."""
+        return self._bound.structure
 
     def head(self, z: Tensor) -> Tensor:
         """The head alone, applied to features."""
@@ -120,8 +126,16 @@ class View:
         )
 
     def gradient(self, fn: Callable[[View], Tensor], names: tuple[str, ...]) -> Leaves:
-        """Gradient of ``fn(view)`` with respect to some leaves of this copy; it can be differentiated again."""
-        found: Leaves = torch.func.grad(lambda moved: fn(self.at(moved)))({n: self.leaves[n] for n in names})
+        """Gradient of ``fn(view)`` with respect to some leaves of this copy; it can be differentiated again.
+
+        Running statistics that ``fn`` moves are its own and are dropped.
+        """
+        buffers = [n for n in self.leaves if n in self._bound.specs and self._bound.specs[n].buffer]
+
+        def inner(moved: Leaves) -> Tensor:
+            return fn(self.at({**moved, **{n: self.leaves[n].clone() for n in buffers}}))
+
+        found: Leaves = torch.func.grad(inner)({n: self.leaves[n] for n in names})
         return found
 
     def _run(self) -> None:
