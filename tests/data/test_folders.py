@@ -1,5 +1,6 @@
 """Federations from files: npz and CSV per client, PFLlib's folders, one table with a client column."""
 
+import contextlib
 import io
 import json
 import os
@@ -10,6 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from fedloom.data import Federation, read
 from fedloom.data.object_arrays import read_objects
@@ -309,3 +312,40 @@ def test_mistakes_in_folders_are_explained(tmp_path):
         read(tmp_path / "c.csv", label="p")
     with pytest.raises(UserError, match="unknown option of from_folder 'clients'"):
         read(tmp_path, clients=3)
+
+
+VALID = pickle.dumps(np.array({"x": X[:2], "y": [1, 2], "z": ("a", None)}, dtype=object), protocol=4)
+
+
+@settings(max_examples=400)
+@given(
+    changes=st.lists(st.tuples(st.integers(0, len(VALID) - 1), st.integers(0, 255)), min_size=1, max_size=6),
+    end=st.integers(1, len(VALID)),
+)
+def test_damaged_streams_give_arrays_or_an_error_and_nothing_else(tmp_path_factory, changes, end):
+    stream = bytearray(VALID[:end])
+    for place, value in changes:
+        if place < end:
+            stream[place] = value
+    with contextlib.suppress(UserError):
+        read_objects(_store(tmp_path_factory.getbasetemp() / "fuzzed.npz", bytes(stream)))
+
+
+@settings(max_examples=200)
+@given(words=st.lists(st.sampled_from(list(range(0x80, 0x96)) + list(b"().012RNKMJX]}lsuaebhqcjrt")), max_size=40))
+def test_random_programs_give_arrays_or_an_error_and_nothing_else(tmp_path_factory, words):
+    with contextlib.suppress(UserError):
+        read_objects(_store(tmp_path_factory.getbasetemp() / "random.npz", bytes(words)))
+
+
+@settings(max_examples=150)
+@given(place=st.integers(0, 400), value=st.integers(0, 255))
+def test_damaged_npz_files_are_the_users_error_or_none(tmp_path_factory, place, value):
+    folder = tmp_path_factory.getbasetemp() / "damaged"
+    folder.mkdir(exist_ok=True)
+    np.savez_compressed(folder / "a.npz", x=X, y=Y)
+    content = bytearray((folder / "a.npz").read_bytes())
+    content[place % len(content)] = value
+    (folder / "a.npz").write_bytes(content)
+    with contextlib.suppress(UserError):
+        Federation.from_folder(folder)

@@ -9,6 +9,7 @@ import tarfile
 import urllib.error
 import urllib.request
 import zipfile
+import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -20,6 +21,8 @@ from numpy.typing import NDArray
 from fedloom.errors import UserError
 
 VARIABLE = "FEDLOOM_DATA"
+# What reading a damaged file or archive may raise.
+DAMAGED = (OSError, ValueError, KeyError, EOFError, RuntimeError, zlib.error, tarfile.TarError, zipfile.BadZipFile)
 _CHUNK = 1 << 18
 _TIMEOUT = 30
 
@@ -79,7 +82,7 @@ def load_npz(dataset: str, name: str, data_dir: str | Path | None = None) -> dic
     try:
         with np.load(path, allow_pickle=False) as arrays:
             return {key: arrays[key] for key in arrays.files}
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+    except DAMAGED as error:
         raise UserError(f"data set {dataset!r}: cannot read {path}: {error}. Is the file complete?") from None
 
 
@@ -147,7 +150,7 @@ def _look(source: Official, wanted: Sequence[str], folders: Iterable[Path]) -> d
                     packed = _unpack(path, wanted) if path.is_file() and path.suffix != "" else {}
                     if len(packed) == len(set(wanted)):
                         return packed
-            except (OSError, EOFError, tarfile.TarError, zipfile.BadZipFile) as error:
+            except DAMAGED as error:
                 raise UserError(
                     f"data set {source.name!r}: cannot read the files in {place}: {error}. Delete them and try again."
                 ) from None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import re
-import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from numpy.typing import NDArray
 
 from fedloom.data.dataset import cut_client
 from fedloom.data.federation import ClientData, Federation, Scale
+from fedloom.data.files import DAMAGED
 from fedloom.data.object_arrays import read_objects
 from fedloom.data.preprocessing import Preprocess
 from fedloom.data.rows import Rows, make_rows
@@ -65,9 +65,9 @@ def _read_npz(path: Path) -> dict[str, Any]:
                     raise UserError(f"{path}: expected the arrays x and y inside 'data'.")
                 return {"x": _sequences(content["x"]), "y": content["y"]}
             return {name: arrays[name] for name in arrays.files}
-    except (OSError, ValueError, zipfile.BadZipFile) as error:
-        if isinstance(error, UserError):
-            raise
+    except UserError:
+        raise
+    except DAMAGED as error:
         raise UserError(f"cannot read {path}: {error}. Expected numeric arrays saved with numpy.savez.") from None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import itertools
+import math
 import string
 from pathlib import Path
 from typing import Any
@@ -116,17 +117,19 @@ def _idx(content: bytes, name: str) -> Bytes:
     """An array in the idx format: two zero bytes, type 8 (uint8), number of axes, sizes, values."""
     if len(content) < 4 or content[:3] != b"\x00\x00\x08":
         raise UserError(f"{name} is not an idx file of bytes.")
-    axes = content[3]
-    shape = tuple(int(n) for n in np.frombuffer(content, ">u4", axes, 4))
-    values = np.frombuffer(content, np.uint8, offset=4 + 4 * axes)
-    if values.size != int(np.prod(shape)):
-        raise UserError(f"{name} holds {values.size} bytes; expected {shape}. Is the file complete?")
-    return values.reshape(shape)
+    first = 4 + 4 * content[3]
+    shape = tuple(int(n) for n in np.frombuffer(content[4:first].ljust(first - 4, b"\0"), ">u4"))
+    if len(content) != first + math.prod(shape):
+        raise UserError(f"{name} has {len(content)} bytes, which does not fit {shape}. Is the file complete?")
+    return np.frombuffer(content, np.uint8, offset=first).reshape(shape)
 
 
 def _four(source: Official, names: tuple[str, ...], data_dir: str | Path | None) -> list[Bytes]:
     content = read_official(source, names, data_dir)
-    return [_idx(content[name], name) for name in names]
+    x, y, x_test, y_test = (_idx(content[name], name) for name in names)
+    if len(x) != len(y) or len(x_test) != len(y_test):
+        raise UserError(f"data set {source.name!r}: numbers of pictures and labels differ. Get the files again.")
+    return [x, y, x_test, y_test]
 
 
 def mnist(data_dir: str | Path | None = None) -> Dataset:

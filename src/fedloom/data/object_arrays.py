@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import math
 import pickletools
+import struct
 import zipfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from fedloom.data.files import DAMAGED
 from fedloom.errors import UserError
 
 _MODULES = ("numpy.core.multiarray", "numpy._core.multiarray")
@@ -33,16 +35,7 @@ _NUMBERS = ("BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT")
 _TEXTS = ("BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8", "BINBYTES", "SHORT_BINBYTES", "BINBYTES8")
 _LITERALS = frozenset((*_NUMBERS, *_TEXTS))
 _SKIPPED = frozenset(("PROTO", "FRAME"))
-_DAMAGED = (
-    OSError,
-    KeyError,
-    ValueError,
-    IndexError,
-    TypeError,
-    AttributeError,
-    EOFError,
-    zipfile.BadZipFile,
-)
+_BROKEN = (*DAMAGED, IndexError, TypeError, AttributeError, OverflowError, struct.error)
 _TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 
 
@@ -249,5 +242,5 @@ def read_objects(path: Path, name: str = "data") -> Any:
             f"d = np.load({str(path)!r}, allow_pickle=True)['data'].item(); "
             f"np.savez_compressed({str(path)!r}, x=d['x'], y=d['y'])\""
         ) from None
-    except (RecursionError, *_DAMAGED) as error:
+    except _BROKEN as error:
         raise UserError(f"cannot read {path}: {error}. Is the file complete?") from None
