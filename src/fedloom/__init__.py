@@ -5,9 +5,31 @@ from fedloom.checks import check_method
 from fedloom.data import Federation, affine, classes_per_client, dirichlet, iid, natural, quantity, shards
 from fedloom.errors import Conflict, FedloomError, NotVectorisable, RunError, UnknownName, UserError
 from fedloom.expr import method
-from fedloom.methods import ditto, fedavg, fedbn, fedper, fedproto, fedprox, fedrep, local, scaffold
+from fedloom.methods import (
+    apfl,
+    ditto,
+    fedadam,
+    fedala,
+    fedavg,
+    fedavg_then_local,
+    fedavgm,
+    fedbn,
+    fedexp,
+    fedlag,
+    fednova,
+    fedper,
+    fedproto,
+    fedprox,
+    fedrep,
+    fedyogi,
+    local,
+    omniisr,
+    pfedme,
+    qfedavg,
+    scaffold,
+)
 from fedloom.optim import adam, adamw, sgd
-from fedloom.plugins import clip, control_variates, noise, personal, prototypes, proximal
+from fedloom.plugins import clip, control_variates, isr, lag, noise, personal, prototypes, proximal, server_momentum
 from fedloom.record import Method, Plugin, compose
 from fedloom.registry import describe, list_methods, list_plugins
 from fedloom.result import Result
@@ -31,6 +53,7 @@ __all__ = [
     "adam",
     "adamw",
     "affine",
+    "apfl",
     "check_method",
     "classes_per_client",
     "clip",
@@ -40,14 +63,24 @@ __all__ = [
     "describe",
     "dirichlet",
     "ditto",
+    "fedadam",
+    "fedala",
     "fedavg",
+    "fedavg_then_local",
+    "fedavgm",
     "fedbn",
+    "fedexp",
+    "fedlag",
+    "fednova",
     "fedper",
     "fedproto",
     "fedprox",
     "fedrep",
+    "fedyogi",
     "fit",
     "iid",
+    "isr",
+    "lag",
     "list_methods",
     "list_plugins",
     "local",
@@ -55,11 +88,15 @@ __all__ = [
     "models",
     "natural",
     "noise",
+    "omniisr",
     "personal",
+    "pfedme",
     "prototypes",
     "proximal",
+    "qfedavg",
     "quantity",
     "scaffold",
+    "server_momentum",
     "sgd",
     "shards",
 ]

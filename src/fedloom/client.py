@@ -62,6 +62,7 @@ class Desk:
             name: (phase.phase.optimizer or optimizer).lr_at(post.round, work.rounds)
             for name, phase in bound.phases.items()
         }
+        self.momenta = {name: (phase.phase.optimizer or optimizer).momentum for name, phase in bound.phases.items()}
         self.leaves: Leaves = post.leaves
         self.message: Message = {}
         self.losses: list[Tensor] = []
@@ -112,6 +113,7 @@ class Desk:
             key=self.participants[0].key,
             specs=self.bound.specs,
             rates=self.rates,
+            momenta=self.momenta,
         )
 
     # Programs.
@@ -172,11 +174,9 @@ class Desk:
                 if history is None:
                     history = self.private["n"].new_full((*self.private["n"].shape, 10), torch.inf)
                 going = self._going(phase, history, going, made)
-                active = going if active is None else active * going
-                if active.dim() == 0:
-                    if not bool(active):
-                        break
-                    active = None
+                if not bool(going.any()):
+                    break
+                active = None if going.dim() == 0 else going if active is None else active * going
             packed, step = batch.packed(), self._step(made)
             for _ in range(phase.repeat):
                 losses, carry = layout.call(objective, leaves, self.private, packed, carry, step)
@@ -196,7 +196,7 @@ class Desk:
         count = torch.full_like(self.private["n"], float(made)) if moved is None else moved
         self.private["steps"] = {**self.private["steps"], phase.name: count}
         if total is not None:
-            self.losses.append(total / count.clamp(min=1).to(total.dtype))
+            self.losses.append(torch.where(count > 0, total / count.clamp(min=1).to(total.dtype), torch.nan))
         self.leaves = {k: v.detach() for k, v in leaves.items()}
         if self.work.keep_optimizer:
             self.optimizer[phase.name] = stepper.states
@@ -276,7 +276,7 @@ class Desk:
         memory = {o: {k: split(v) for k, v in m.items()} for o, m in self.private["memory"].items()}
         message = {e: {k: split(v) for k, v in m.items()} for e, m in self.message.items()}
         steps = {p: split(v) for p, v in self.private["steps"].items()}
-        losses = split(torch.stack(self.losses).mean(0)) if self.losses else None
+        losses = split(torch.stack(self.losses).nanmean(0)) if self.losses else None
         judged = {n: ({k: split(v) for k, v in sums.items()}, rows) for n, (sums, rows) in self.judged.items()}
         return [
             Reply(
