@@ -5,6 +5,7 @@ from fedloom.checks import check_method
 from fedloom.data import Federation, affine, classes_per_client, dirichlet, iid, natural, quantity, shards
 from fedloom.errors import Conflict, FedloomError, NotVectorisable, RunError, UnknownName, UserError
 from fedloom.expr import method
+from fedloom.gains import gain
 from fedloom.methods import (
     apfl,
     ditto,
@@ -78,6 +79,7 @@ __all__ = [
     "fedrep",
     "fedyogi",
     "fit",
+    "gain",
     "iid",
     "isr",
     "lag",

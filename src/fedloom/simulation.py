@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
 
@@ -183,12 +184,14 @@ def evaluation_record(task: Task, own: Mapping[str, Any], shared: Mapping[str, A
 
 
 def _bar(shown: bool) -> Progress:
+    console = Console(stderr=True)
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
         TimeRemainingColumn(),
-        disable=not shown,
+        console=console,
+        disable=not shown or not console.is_terminal,
         transient=True,
     )
 

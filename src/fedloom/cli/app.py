@@ -1,0 +1,43 @@
+"""The commands, put together."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+import fedloom
+from fedloom.cli import listing, showing
+
+HELP = """Personalised federated learning on PyTorch.
+
+Begin with `fedloom demo`, look at `fedloom list methods`, then write a configuration and `fedloom run` it.
+"""
+
+app = typer.Typer(
+    name="fedloom",
+    help=HELP,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    rich_markup_mode=None,
+)
+
+
+def _version(shown: bool) -> None:
+    if shown:
+        typer.echo(f"fedloom {fedloom.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def top(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and leave.")
+    ] = False,
+) -> None:
+    """The options before a command."""
+
+
+app.command("demo")(showing.demo)
+app.command("list")(listing.names)

@@ -1,0 +1,94 @@
+"""``fedloom list``: what there is, one line each."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable
+from enum import StrEnum
+from typing import Annotated, Any
+
+import typer
+
+from fedloom import data, models, registry
+from fedloom.registry import Entry
+
+Row = dict[str, Any]
+
+
+class What(StrEnum):
+    """What can be listed."""
+
+    methods = "methods"
+    plugins = "plugins"
+    models = "models"
+    datasets = "datasets"
+    partitions = "partitions"
+
+
+def names(
+    what: Annotated[What, typer.Argument(help="What to list.")],
+    as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
+) -> None:
+    """List what there is: name, hyper-parameters, summary and paper, one line each."""
+    rows = _ROWS[what]()
+    if as_json:
+        typer.echo(json.dumps(rows, indent=2))
+        return
+    for row in rows:
+        more = "".join(f"  [{row[key]}]" for key in ("uploads", "paper") if row.get(key))
+        typer.echo(f"{row['form']}  {row['summary']}{more}")
+
+
+def form(fn: Callable[..., Any], name: str) -> str:
+    """A function as it is written in a configuration: ``name(key=default, ...)``."""
+    parts = []
+    for key, parameter in inspect.signature(fn).parameters.items():
+        parts.append(key if parameter.default is parameter.empty else f"{key}={parameter.default!r}")
+    return f"{name}({', '.join(parts)})"
+
+
+def summary(fn: Callable[..., Any]) -> str:
+    """First line of a docstring."""
+    return (inspect.getdoc(fn) or "").split("\n", 1)[0]
+
+
+def _entry(entry: Entry) -> Row:
+    row: Row = {"name": entry.name, "form": form(entry.fn, entry.name), "summary": entry.summary, "paper": entry.paper}
+    row["hyperparameters"] = {
+        k: None if v is inspect.Parameter.empty else _plain(v) for k, v in entry.parameters.items()
+    }
+    if entry.presets:
+        row["presets"] = {k: {a: _plain(b) for a, b in v.items()} for k, v in entry.presets.items()}
+    if entry.kind == "method":
+        row["uploads"] = _uploads(entry)
+    return row
+
+
+def _uploads(entry: Entry) -> str:
+    """What a method sends, from its record; empty where it cannot be made without hyper-parameters."""
+    try:
+        entries = entry.fn().reducers()
+    except ValueError:
+        return ""
+    return "sends " + (", ".join(f"{k}: {v}" for k, v in entries.items()) or "nothing")
+
+
+def _plain(value: Any) -> Any:
+    return value if isinstance(value, (bool, int, float, str, type(None), list, tuple)) else str(value)
+
+
+def _functions(table: dict[str, Callable[..., Any]]) -> list[Row]:
+    return [
+        {"name": name, "form": form(fn, name), "summary": summary(fn), "paper": ""}
+        for name, fn in sorted(table.items())
+    ]
+
+
+_ROWS: dict[What, Callable[[], list[Row]]] = {
+    What.methods: lambda: [_entry(registry.METHODS[n]) for n in registry.list_methods()],
+    What.plugins: lambda: [_entry(registry.PLUGINS[n]) for n in registry.list_plugins()],
+    What.models: lambda: _functions(dict(models.MODELS)),
+    What.datasets: lambda: _functions(dict(data.DATASETS)),
+    What.partitions: lambda: _functions(dict(data.PARTITIONS)),
+}
