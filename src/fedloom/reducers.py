@@ -1,15 +1,15 @@
 """How the server reduces one entry of the clients' messages.
 
 ``mean``: ``sum_k q_k v_k`` with q normalised over the accepted replies; ``ratio``: ``sum_k a_k / sum_k b_k``, element by
-element (per-class sums over per-class counts); ``total``, ``maximum``; ``stack``: every reply is kept. Secure
-aggregation is possible exactly when no entry is stacked.
+element (per-class sums over per-class counts); ``total``, ``maximum``; ``stack``: every reply is kept, and a rule such
+as a median may then reduce them. Secure aggregation is possible exactly when no entry is stacked.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -26,6 +26,7 @@ class Reducer:
     kind: Literal["mean", "ratio", "total", "maximum", "stack"]
     weight: str = "n"
     log: bool = False
+    rule: Callable[[Leaves], Leaves] | None = field(default=None, repr=False)
 
     def __str__(self) -> str:
         return f"mean({self.weight})" if self.kind == "mean" else self.kind
@@ -36,7 +37,8 @@ class Reducer:
         if self.kind == "mean":
             return tree.weighted_sum(values, self.weights(messages, rows)) if values[0] else {}
         if self.kind == "stack":
-            return {k: torch.stack([v[k] for v in values]) for k in values[0]}
+            stacked = {k: torch.stack([v[k] for v in values]) for k in values[0]}
+            return stacked if self.rule is None else self.rule(stacked)
         if self.kind == "maximum":
             return {k: torch.stack([v[k] for v in values]).amax(0) for k in values[0]}
         sums = tree.weighted_sum(values, [1.0] * len(values))
@@ -83,6 +85,6 @@ def maximum() -> Reducer:
     return Reducer("maximum")
 
 
-def stack() -> Reducer:
-    """Every client's value, along a new axis 0, in federation order."""
-    return Reducer("stack")
+def stack(rule: Callable[[Leaves], Leaves] | None = None) -> Reducer:
+    """Every client's value, along a new axis 0, in federation order; then ``rule``, if there is one."""
+    return Reducer("stack", rule=rule)

@@ -205,7 +205,8 @@ def traffic(bound: Bound, replies: Sequence[Reply], sent: Dispatch, asked: Seque
     down = server.bytes_down(bound, sent) * len(asked)
     for name in asked:
         down += sum(tree.size_in_bytes(v) for v in sent.addressed[name].values())
-    up = sum(tree.size_in_bytes(v) for reply in replies for v in reply.message.values())
+    wire = {entry: size for stage in bound.method.upload for entry, size in stage.wire.items()}
+    up = sum(wire.get(e, tree.size_in_bytes)(v) for reply in replies for e, v in reply.message.items())
     return {"bytes_up": up, "bytes_down": down}
 
 

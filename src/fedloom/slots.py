@@ -281,6 +281,8 @@ class Stage:
         memory: initial client memory of the owner, ``(facts) -> dict of tensors``.
         when: the program whose ``Send`` runs it.
         follows: owners whose stages must come earlier if they are present.
+        wire: bytes that an entry takes on the wire, ``(entry) -> int``, where the stage sends it in another form than as
+            the tensors that the server works with.
     """
 
     owner: str
@@ -290,6 +292,7 @@ class Stage:
     memory: Callable[[Facts], Leaves] | None = None
     when: Literal["round", "setup"] = "round"
     follows: tuple[str, ...] = ()
+    wire: Mapping[str, Callable[[Leaves], int]] = field(default_factory=dict)
 
 
 # Slot 5: server -------------------------------------------------------------------------------------------

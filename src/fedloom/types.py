@@ -195,6 +195,7 @@ class Seen:
         key: the static key that a server stage gave this client, if any.
         specs: the facts of every leaf.
         rates: learning rate of each phase in this round.
+        momenta: momentum of each phase's SGD; 0 without, and for other optimisers.
     """
 
     received: Leaves
@@ -217,6 +218,7 @@ class Seen:
     key: Hashable = None
     specs: Mapping[str, LeafSpec] = field(default_factory=dict)
     rates: Mapping[str, float] = field(default_factory=dict)
+    momenta: Mapping[str, float] = field(default_factory=dict)
 
     def gated(self, name: str, value: Tensor) -> Tensor:
         """``value`` where the leaf is shared in this round, zero where it is personal (exact: times 0 or 1)."""

@@ -5,5 +5,6 @@ from fedloom.plugins.personal import personal
 from fedloom.plugins.privacy import clip, noise
 from fedloom.plugins.prototypes import prototypes
 from fedloom.plugins.proximal import proximal
+from fedloom.plugins.server_momentum import server_momentum
 
-__all__ = ["clip", "control_variates", "noise", "personal", "prototypes", "proximal"]
+__all__ = ["clip", "control_variates", "noise", "personal", "prototypes", "proximal", "server_momentum"]
