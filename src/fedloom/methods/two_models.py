@@ -128,7 +128,7 @@ def apfl(alpha: float = 0.5, adaptive: bool = True) -> Method:
     phases = (learn, train) if adaptive else (train,)
     share = Extra(
         owner="apfl",
-        build=lambda structure, generator: {"a": torch.tensor(float(alpha))},
+        build=lambda structure, generator: {"a": torch.tensor(alpha, dtype=torch.float64)},
         kind="personal",
         role="none",
     )
