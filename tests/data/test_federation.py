@@ -197,3 +197,10 @@ def test_ids_are_checked_for_federations_made_by_hand():
 def test_unknown_clients_are_refused(key):
     with pytest.raises(UserError, match="no client"):
         one()[key]
+
+
+def test_they_print_in_one_line():
+    data = load("digits")
+    assert repr(data.train) == "Rows(x (1797, 1, 8, 8), y (1797,))"
+    assert repr(data).startswith("Dataset('digits', train=Rows(")
+    assert repr(data.partition(clients=4)) == "Federation('digits', 4 clients, 1797 rows)"

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedloom.data import Federation, read
+from fedloom.data import Federation, Preprocessing, encode_table, read
 from fedloom.data.object_arrays import read_objects
 from fedloom.data.tables import read_csv
 from fedloom.errors import UserError
@@ -214,6 +214,23 @@ def test_table_from_a_file_is_cut_at_each_client(tmp_path):
     assert numbers(data) == list(range(40))
     assert data.name == "all"
     assert data.origin["client"] == "site"
+
+
+def test_new_rows_go_the_same_way_as_training_rows(tmp_path):
+    """What `predict` does: a table, by column name, through the saved preprocessing."""
+    spec = {"impute": "median", "scale": "standard", "missing": {"kind": ["w"], "age": [33]}, "types": {"id": "ignore"}}
+    data = Federation.from_table(TABLE, client="site", label="outcome", split="part", preprocess=spec)
+    fitted = Preprocessing.from_json(json.loads(json.dumps(data.preprocessing.to_json())))
+    rows = [i for i in range(8) if TABLE["site"][i] == "a" and TABLE["part"][i] == "test"]
+    lines = ["extra,kind,age"] + [f"9,{TABLE['kind'][i]},{TABLE['age'][i]}" for i in rows]
+    (tmp_path / "new.csv").write_text("\n".join(lines))
+    raw = encode_table(tmp_path / "new.csv", fitted)
+    assert torch.equal(fitted.apply(raw, "a"), data["a"].test.x)
+    (tmp_path / "new.csv").write_text("kind,age\nnever seen,?\n")
+    assert fitted.apply(encode_table(tmp_path / "new.csv", fitted), "a").isfinite().all()
+    (tmp_path / "new.csv").write_text("kind\nu\n")
+    with pytest.raises(UserError, match="age"):
+        encode_table(tmp_path / "new.csv", fitted)
 
 
 def test_numbers_to_predict():

@@ -137,3 +137,11 @@ def test_key_of_is_63_bits():
     assert len(keys) == 3000
     assert 2**62 <= max(keys) < 2**63
     assert min(keys) >= 0
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_cuda_gives_the_same_bits(dtype):
+    keys = KEYS.cuda()
+    mapped = torch.vmap(lambda key: uniform(fold(key, 3), (7, 1300), dtype))(keys)
+    assert torch.equal(mapped.cpu(), torch.stack([uniform(fold(key, 3), (7, 1300), dtype) for key in KEYS]))

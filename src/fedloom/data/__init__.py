@@ -18,6 +18,7 @@ from fedloom.data.partitions import (
 )
 from fedloom.data.preprocessing import Preprocess, Preprocessing
 from fedloom.data.rows import Inputs, Rows, concatenate
+from fedloom.data.tables import encode_table
 
 __all__ = [
     "ClientData",
@@ -35,6 +36,7 @@ __all__ = [
     "classes_per_client",
     "concatenate",
     "dirichlet",
+    "encode_table",
     "from_folder",
     "from_table",
     "iid",

@@ -23,7 +23,7 @@ from fedloom.rng import stream
 _DEFAULT_CLIENTS = 10
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Dataset:
     """Rows, the official test rows if there are any, and the natural clients if there are any.
 
@@ -55,6 +55,9 @@ class Dataset:
 
     def __len__(self) -> int:
         return len(self.train) + (0 if self.test is None else len(self.test))
+
+    def __repr__(self) -> str:
+        return f"Dataset({self.name!r}, train={self.train!r}, test={self.test!r})"
 
     def partition(
         self,

@@ -56,7 +56,7 @@ class ClientData:
         return {name: rows for name, rows in named.items() if rows is not None}
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Federation:
     """Clients in a fixed order, which is the order of sums, ties and files everywhere.
 
@@ -103,6 +103,10 @@ class Federation:
 
     def __len__(self) -> int:
         return len(self.clients)
+
+    def __repr__(self) -> str:
+        rows = sum(len(rows) for client in self.clients for rows in client.parts().values())
+        return f"Federation({self.name!r}, {len(self)} clients, {rows} rows)"
 
     def __iter__(self) -> Iterator[ClientData]:
         return iter(self.clients)

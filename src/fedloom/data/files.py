@@ -22,7 +22,17 @@ from fedloom.errors import UserError
 
 VARIABLE = "FEDLOOM_DATA"
 # What reading a damaged file or archive may raise.
-DAMAGED = (OSError, ValueError, KeyError, EOFError, RuntimeError, zlib.error, tarfile.TarError, zipfile.BadZipFile)
+DAMAGED = (
+    OSError,
+    ValueError,
+    KeyError,
+    EOFError,
+    RuntimeError,
+    TypeError,
+    zlib.error,
+    tarfile.TarError,
+    zipfile.BadZipFile,
+)
 _CHUNK = 1 << 18
 _TIMEOUT = 30
 
@@ -80,7 +90,7 @@ def load_npz(dataset: str, name: str, data_dir: str | Path | None = None) -> dic
             "that holds it."
         )
     try:
-        with np.load(path, allow_pickle=False) as arrays:
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
             return {key: arrays[key] for key in arrays.files}
     except DAMAGED as error:
         raise UserError(f"data set {dataset!r}: cannot read {path}: {error}. Is the file complete?") from None

@@ -58,7 +58,7 @@ def _files(folder: Path) -> dict[str, dict[str, Path]]:
 def _read_npz(path: Path) -> dict[str, Any]:
     """The arrays of an npz file by name; PFLlib's dictionary counts as such."""
     try:
-        with np.load(path, allow_pickle=False) as arrays:
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
             if arrays.files == ["data"]:
                 content = read_objects(path)
                 if not isinstance(content, dict) or not {"x", "y"} <= set(content):

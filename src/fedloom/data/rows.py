@@ -36,7 +36,7 @@ def map_inputs(function: Callable[[Tensor], Tensor], x: Inputs) -> Inputs:
     return {key: function(part) for key, part in x.items()}
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Rows:
     """Inputs x and labels y, aligned on axis 0; x is a tensor, a tuple of tensors or a dict of tensors."""
 
@@ -45,6 +45,10 @@ class Rows:
 
     def __len__(self) -> int:
         return len(self.y)
+
+    def __repr__(self) -> str:
+        shapes = ", ".join(f"x{name} {tuple(part.shape)}" for name, part in leaves(self.x).items())
+        return f"Rows({shapes}, y {tuple(self.y.shape)})"
 
     def take(self, index: Tensor) -> Rows:
         """The rows at these positions, in this order.

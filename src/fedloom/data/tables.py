@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedloom.data.preprocessing import Preprocess
+from fedloom.data.preprocessing import Preprocess, Preprocessing
 from fedloom.errors import UnknownName, UserError
 
 MISSING = frozenset(("", "?", "na", "n/a", "nan", "null", "none"))
@@ -141,6 +141,18 @@ def read_inputs(tables: Sequence[Table], special: Collection[str], spec: Preproc
         if any(not _is_number(word) for word in found):
             words[name] = sorted(found)
     return Inputs(columns, words, blank, spec.without(ignored))
+
+
+def encode_table(data: Any, fitted: Preprocessing) -> NDArray[np.float32]:
+    """The raw inputs in a table, as `fitted.apply` takes them; columns are found by name, others do not
+    matter.
+
+    Args:
+        data: A CSV file with a header, a data frame, or a mapping of columns.
+        fitted: The preprocessing that was fitted in training.
+    """
+    blank = MISSING | {word.lower() for word in fitted.spec.words()}
+    return Inputs(fitted.columns, fitted.vocabulary, blank).encode(as_table(data))
 
 
 def labels(tables: Sequence[Table], name: str, numeric: bool = False) -> tuple[list[Values], tuple[str, ...] | None]:
