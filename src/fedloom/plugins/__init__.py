@@ -1,10 +1,22 @@
 """Plug-ins: functions from method to method."""
 
 from fedloom.plugins.control_variates import control_variates
+from fedloom.plugins.isr import isr
+from fedloom.plugins.lag import lag
 from fedloom.plugins.personal import personal
 from fedloom.plugins.privacy import clip, noise
 from fedloom.plugins.prototypes import prototypes
 from fedloom.plugins.proximal import proximal
 from fedloom.plugins.server_momentum import server_momentum
 
-__all__ = ["clip", "control_variates", "noise", "personal", "prototypes", "proximal", "server_momentum"]
+__all__ = [
+    "clip",
+    "control_variates",
+    "isr",
+    "lag",
+    "noise",
+    "personal",
+    "prototypes",
+    "proximal",
+    "server_momentum",
+]
