@@ -124,8 +124,8 @@ def _input(value: Any, what: str, allow_missing: bool) -> Tensor:
         tensor = tensor.long()
     if not allow_missing and not _finite(tensor):
         raise UserError(
-            f"{what} holds NaN or infinite values; expected finite numbers. Impute them, for example with "
-            "impute='median'."
+            f"{what} holds NaN or infinite values; expected finite numbers. Impute them with "
+            "preprocess={'impute': 'median'}."
         )
     return tensor
 
