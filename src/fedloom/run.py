@@ -68,6 +68,7 @@ class Run:
             structure=self.at(round).structure,
             seed=self.work.seed,
             order=tuple(self.sites),
+            rounds=self.work.rounds,
         )
 
     def participant(self, name: str, sent: Dispatch | None = None, share: float = 1.0) -> Participant:
@@ -101,6 +102,8 @@ class Run:
     ) -> tuple[Outcome, Dispatch]:
         """One round: prepare, clients, reduce, stages. Nothing is kept of a reply that is rejected."""
         bound = self.at(round)
+        if round - 1 in self.later:
+            self.state = server.handed_over(bound, self.state)
         self.state, sent = server.dispatch(bound, self.state, self.cohort(ids, round))
         people = [self.participant(i, sent, (shares or {}).get(i, 1.0)) for i in ids]
         replies = self.engine.run_cohort(bound, self.work, bound.method.schedule.round, sent.post, people)
@@ -200,9 +203,11 @@ def synchronise(run: Run) -> None:
         torch.cuda.synchronize()
 
 
-def traffic(bound: Bound, replies: Sequence[Reply], sent: Dispatch, asked: Sequence[str]) -> Record:
+def traffic(bound: Bound, replies: Sequence[Reply], sent: Dispatch, asked: Sequence[str], newcomers: int = 0) -> Record:
     """Bytes of a round: tensors really sent, broadcast counted once per client."""
-    down = server.bytes_down(bound, sent) * len(asked)
+    down = server.bytes_down(bound, sent) * (len(asked) - newcomers)
+    if newcomers:
+        down += server.bytes_down(bound, sent, newcomer=True) * newcomers
     for name in asked:
         down += sum(tree.size_in_bytes(v) for v in sent.addressed[name].values())
     wire = {entry: size for stage in bound.method.upload for entry, size in stage.wire.items()}
@@ -214,11 +219,13 @@ def federated(run: Run, round: int) -> Record:
     """One round over the sites."""
     everyone = run.at(round).method.schedule.participation == "all"
     ids = sampling.sample(run.work.seed, round, tuple(run.sites), len(run.sites) if everyone else run.size)
+    newcomers = sum(run.state_of(i).rounds == 0 for i in ids) if round > 1 else 0
     outcome, sent = run.play(ids, round)
     losses = [r.loss for r in outcome.accepted if r.loss is not None]
     return {
         "train_loss": sum(losses) / len(losses) if losses else None,
-        **traffic(run.at(round), outcome.accepted, sent, ids),
+        **traffic(run.at(round), outcome.accepted, sent, ids, newcomers),
+        **server.reports(run.at(round), run.state),
         "clients": list(ids),
         "skipped": outcome.skipped,
         "rejected": [{"client": r.client, "round": r.round, "reason": r.reason} for r in outcome.rejected],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -59,6 +60,11 @@ class Outcome:
 def opening(bound: Bound) -> ServerState:
     """The server before round one."""
     return ServerState(bound.start, bound.server_memory)
+
+
+def handed_over(bound: Bound, state: ServerState) -> ServerState:
+    """The server when another method takes over: what that method brings is as before round one, the rest goes on."""
+    return replace(state, leaves={**bound.start, **state.leaves}, memory={**bound.server_memory, **state.memory})
 
 
 def dispatch(bound: Bound, state: ServerState, cohort: Cohort) -> tuple[ServerState, Dispatch]:
@@ -145,14 +151,51 @@ def aggregate(
             for name, (entry, reducer) in stage.also.items():
                 reduced[name] = reducer.reduce(entry, messages, cohort.rows)
     memory = dict(state.memory)
+    off = personal_now(bound, state)
+    delta = reduced.get("delta", {})
+    aside = {name: delta[name] for name in off if name in delta}
+    if aside:
+        reduced["delta"] = {**delta, **tree.zeros_like(aside)}
     for server_stage in bound.method.server.stages:
         if server_stage.when == when:
             reduced, kept = server_stage.fn(reduced, memory.get(server_stage.owner, {}), cohort)
             if server_stage.owner in memory:
                 memory[server_stage.owner] = kept
+    if aside:
+        reduced["delta"] = {**reduced["delta"], **aside, **reduced.get("personal", {})}
+        memory = _forget(memory, bound.server_memory, off)
     if when == "setup":
         return replace(state, memory=memory)
     return ServerState(apply(state.leaves, reduced), memory, state.round + 1)
+
+
+def personal_now(bound: Bound, state: ServerState) -> tuple[str, ...]:
+    """Gated leaves that are personal in the round that follows a state."""
+    gate = bound.method.server.gate
+    return () if gate is None else tuple(name for name, value in gate(state.memory).items() if not bool(value))
+
+
+def _forget(memory: Memory, initial: Memory, off: tuple[str, ...]) -> Memory:
+    """The memory of stages with what belongs to personal leaves as it was before round one."""
+    names = set(off)
+    return {
+        owner: {
+            key: initial[owner][key]
+            if key in initial.get(owner, {}) and names & {key, key.split("/", 1)[-1]}
+            else value
+            for key, value in kept.items()
+        }
+        for owner, kept in memory.items()
+    }
+
+
+def reports(bound: Bound, state: ServerState) -> dict[str, Mapping[str, Any]]:
+    """What server stages report of a round, by owner."""
+    found: dict[str, Mapping[str, Any]] = {}
+    for stage in bound.method.server.stages:
+        if stage.report is not None:
+            found[stage.owner] = stage.report(state.memory.get(stage.owner, {}))
+    return found
 
 
 def apply(leaves: Leaves, reduced: Message) -> Leaves:
@@ -168,12 +211,16 @@ def apply(leaves: Leaves, reduced: Message) -> Leaves:
     return moved
 
 
-def bytes_down(bound: Bound, sent: Dispatch) -> int:
-    """Tensor bytes sent to one client, addressed messages left out: shared leaves that are not personal now."""
+def bytes_down(bound: Bound, sent: Dispatch, *, newcomer: bool = False) -> int:
+    """Tensor bytes sent to one client, addressed messages left out: shared leaves that are not personal now.
+
+    A newcomer (first participation, after round one) has no value of its own yet and is sent those too.
+    """
     post = sent.post
     total = sum(tree.size_in_bytes(v) for v in post.broadcast.values())
     for name, spec in bound.specs.items():
-        if _travels_down(spec) and not (name in post.gate and not bool(post.gate[name])):
+        held = name in post.gate and not newcomer and not bool(post.gate[name])
+        if _travels_down(spec) and not held:
             total += tree.size_in_bytes({name: post.leaves[name]})
     return total
 

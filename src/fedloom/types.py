@@ -266,6 +266,7 @@ class Cohort:
         structure: the model's leaves and layers.
         seed: the run's seed, for seeded choices.
         order: every client of the federation, in order.
+        rounds: number of rounds of the run, where it is known.
     """
 
     ids: tuple[str, ...]
@@ -277,6 +278,7 @@ class Cohort:
     structure: Any
     seed: int = 0
     order: tuple[str, ...] = ()
+    rounds: int | None = None
 
     def __len__(self) -> int:
         return len(self.ids)

@@ -1,0 +1,286 @@
+"""FedLAG: layers whose updates conflict between clients become personal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from fedloom.errors import Conflict, UserError
+from fedloom.record import Method
+from fedloom.reducers import mean, stack
+from fedloom.registry import plugin
+from fedloom.slots import Rule, ServerStage, Stage
+from fedloom.structure import LeafInfo, Structure
+from fedloom.types import Cohort, Facts, Leaves, Memory, Message
+
+OWNER = "lag"
+PAPER = "Nguyen et al., Towards Layer-Wise Personalized Federated Learning: Adaptive Layer Disentanglement via Conflicting Gradients"
+CHUNK = 1 << 24
+"""Numbers of one layer's updates that are held in float64 at a time."""
+
+Select = Literal["conflict", "first", "middle", "last"] | Sequence[str]
+Layers = dict[str, tuple[str, ...]]
+
+
+def gram(updates: Sequence[Tensor]) -> Tensor:
+    """``G_uv = <h_u, h_v>`` in float64 of one layer's updates, each M x anything; a matrix product, in pieces of columns."""
+    clients = updates[0].shape[0]
+    total = torch.zeros(clients, clients, dtype=torch.float64, device=updates[0].device)
+    width = max(1, CHUNK // clients)
+    for update in updates:
+        for piece in update.reshape(clients, -1).split(width, dim=1):
+            exact = piece.double()
+            total += exact @ exact.T
+    return total
+
+
+def conflicts(products: Tensor, xi: float = 0.0) -> int:
+    """``GC_xi``: unordered pairs with ``cos(h_u, h_v) < xi``, from a Gram matrix; a zero vector's cosine is 0.
+
+    Cosines are clamped to [-1, 1] and rounded to 10 digits, so that every engine decides alike.
+
+    Example:
+        >>> h = torch.tensor([[1.0, 1.0], [-1.0, -1.0], [-1.0, 0.0]])
+        >>> conflicts(gram([h])), conflicts(gram([h]), xi=-0.8)
+        (2, 1)
+
+    Reference: FedLAG, Definition 4.1.
+    """
+    length = products.diagonal().clamp(min=0).sqrt()
+    scale = length[:, None] * length
+    cosine = torch.where(scale > 0, products / torch.where(scale > 0, scale, torch.ones_like(scale)), 0.0)
+    below = cosine.clamp(-1, 1).round(decimals=10) < xi
+    return int(below.triu(diagonal=1).sum())
+
+
+def spread(products: Tensor) -> float:
+    """``sum_uv (||h_u||^2 - <h_u, h_v>) / M^2``: the variance of the updates over clients (Lemma 5.2), to 10 digits."""
+    clients = products.shape[0]
+    value = products.diagonal().mean() - products.sum() / clients**2
+    return float(f"{max(float(value), 0.0):.9e}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Lag:
+    """The options of the plug-in, and the server's side of it."""
+
+    k: int
+    xi: float
+    weights: str
+    schedule: str
+    granularity: str
+    warmup: int
+    select: str | tuple[str, ...]
+    score: str
+    require_conflict: bool
+
+    def memory(self, facts: Facts) -> Leaves:
+        """Which leaves are shared now (``gate:``), this round's score of each layer, and the sum of the scores."""
+        gated = [i.name for i in facts.structure.leaves if rankable(i) and facts.specs[i.name].kind == "shared"]
+        layers = self.layers(facts.structure, gated)
+        if not layers:
+            raise Conflict("'lag' has nothing to rank here: the method shares no layer of the model")
+        one = torch.ones((), dtype=facts.structure.dtype, device=facts.start[gated[0]].device)
+        chosen: tuple[str, ...] = ()
+        if self.select != "conflict" and self.schedule == "per_round":
+            chosen = self.choose(dict.fromkeys(layers, 0.0))
+        off = {leaf for layer in chosen for leaf in layers[layer]}
+        found = {f"gate:{n}": torch.zeros_like(one) if n in off else one.clone() for n in gated}
+        for what in ("score", "total"):
+            found |= {f"{what}:{layer}": torch.zeros((), dtype=torch.float64) for layer in layers}
+        return found
+
+    def layers(self, structure: Structure, gated: Sequence[str]) -> Layers:
+        """The rankable layers in forward order: a module's shared leaves together, or each tensor by itself."""
+        whole = {m: tuple(n for n in names if n in set(gated)) for m, names in structure.layers().items()}
+        if self.granularity == "tensor":
+            return {name: (name,) for names in whole.values() for name in names}
+        return {module: names for module, names in whole.items() if names}
+
+    def stage(self, reduced: Message, memory: Leaves, cohort: Cohort) -> tuple[Message, Leaves]:
+        """Scores the layers, decides which are personal in the next round, keeps the mean of those that are now."""
+        gated = [key.removeprefix("gate:") for key in memory if key.startswith("gate:")]
+        layers = self.layers(cohort.structure, gated)
+        updates = reduced["lag"]
+        scores = {name: self.rate([updates[leaf] for leaf in leaves]) for name, leaves in layers.items()}
+        made = dict(memory)
+        for name, value in scores.items():
+            made[f"score:{name}"] = torch.tensor(value, dtype=torch.float64)
+            made[f"total:{name}"] = memory[f"total:{name}"] + value
+        if self.k:
+            fixed = layers if self.select == "conflict" else self.choose(scores)
+            reduced, made = self.average(reduced, made, cohort, [leaf for name in fixed for leaf in layers[name]])
+            made |= self.decide(made, layers, cohort)
+        return reduced, made
+
+    def rate(self, updates: Sequence[Tensor]) -> float:
+        """The score of one layer."""
+        products = gram(updates)
+        return spread(products) if self.score == "variance" else float(conflicts(products, self.xi))
+
+    def average(
+        self, reduced: Message, memory: Leaves, cohort: Cohort, leaves: Sequence[str]
+    ) -> tuple[Message, Leaves]:
+        """Eq. 4 of personal layers too: the mean of the clients' values, for newcomers and for layers that return.
+
+        Clients send how far they moved from their own start; the server stores what each has (as the paper's does).
+        """
+        rows = cohort.rows if self.weights == "samples" else [1] * len(cohort)
+        share = [n / sum(rows) for n in rows]
+        personal: Leaves = {}
+        for leaf in leaves:
+            sent, moved = cohort.leaves[leaf], reduced["lag"][leaf]
+            keys = [f"own:{client}:{leaf}" for client in cohort.ids]
+            if bool(memory[f"gate:{leaf}"]):
+                own = list((sent + moved).unbind())
+            else:
+                own = [memory.get(key, sent) + moved[i] for i, key in enumerate(keys)]
+                personal[leaf] = sum(
+                    ((q * (v - sent)) for q, v in zip(share, own, strict=True)), torch.zeros_like(sent)
+                )
+            memory |= dict(zip(keys, own, strict=True))
+        return ({**reduced, "personal": personal} if personal else reduced), memory
+
+    def decide(self, memory: Leaves, layers: Layers, cohort: Cohort) -> Leaves:
+        """The gates of the next round, as the schedule has it."""
+        waiting = self.warmup if cohort.rounds is None else min(self.warmup, cohort.rounds // 2)
+        if self.schedule == "warmup_once":
+            if cohort.round != waiting + 1:
+                return {}
+            scores = {name: float(memory[f"total:{name}"]) for name in layers}
+        else:
+            if self.schedule == "warmup_then_per_round" and cohort.round < waiting:
+                return {}
+            scores = {name: float(memory[f"score:{name}"]) for name in layers}
+        chosen = self.choose(scores)
+        return {
+            f"gate:{leaf}": torch.full_like(memory[f"gate:{leaf}"], 0.0 if name in chosen else 1.0)
+            for name, leaves in layers.items()
+            for leaf in leaves
+        }
+
+    def choose(self, scores: dict[str, float]) -> tuple[str, ...]:
+        """The personal layers: the k highest scores, the deeper layer first among equals; or a fixed choice."""
+        names = list(scores)
+        k = min(self.k, len(names))
+        if isinstance(self.select, tuple):
+            unknown = [n for n in self.select if n not in scores]
+            if unknown:
+                raise UserError(f"lag: select names {unknown[0]!r}; layers that can be personal are {', '.join(names)}")
+            return self.select
+        if self.select != "conflict":
+            first = {"first": 0, "middle": (len(names) - k) // 2, "last": len(names) - k}[self.select]
+            return tuple(names[first : first + k])
+        ranked = sorted(range(len(names)), key=lambda i: (-scores[names[i]], -i))
+        if self.require_conflict:
+            ranked = [i for i in ranked if scores[names[i]] > 0]
+        return tuple(names[i] for i in ranked[:k])
+
+    def report(self, memory: Leaves) -> dict[str, Any]:
+        """One row of the layer x round matrix of scores, and the layers that are personal in the next round."""
+        scores = {k.removeprefix("score:"): float(v) for k, v in memory.items() if k.startswith("score:")}
+        off = [k.removeprefix("gate:") for k, v in memory.items() if k.startswith("gate:") and not bool(v)]
+        return {"score": scores, "personal": off}
+
+
+def gates(memory: Memory) -> Leaves:
+    """Per gated leaf 1 (shared) or 0 (personal), as the server remembers it."""
+    return {k.removeprefix("gate:"): v for k, v in memory[OWNER].items() if k.startswith("gate:")}
+
+
+def rankable(leaf: LeafInfo) -> bool:
+    """Trainable leaves of the user's model, without normalisation."""
+    return leaf.trainable and not leaf.buffer and not leaf.norm and not leaf.owner
+
+
+@plugin("k >= 0", "-1 <= xi <= 2", "warmup >= 0", paper=PAPER)
+def lag(
+    k: int = 5,
+    xi: float = 0.0,
+    weights: Literal["uniform", "samples"] = "uniform",
+    schedule: Literal["per_round", "warmup_once", "warmup_then_per_round"] = "per_round",
+    granularity: Literal["layer", "tensor"] = "layer",
+    warmup: int = 30,
+    select: Select = "conflict",
+    norm: Literal["shared", "personal"] = "shared",
+    score: Literal["conflict", "variance"] = "conflict",
+    require_conflict: bool = True,
+) -> Callable[[Method], Method]:
+    """Makes personal the k layers in which clients disagree most: ``GC_xi(l) = #{u < v: cos(h_lu, h_lv) < xi}``.
+
+    h is what a client's training changed, from its own start. In the next round clients keep their own values of those layers, which
+    are not sent down. Only layers that the method shares are ranked; normalisation never is. ``k=0`` changes nothing and records the
+    scores. The scores of each round are in its record, under ``lag``.
+
+    Args:
+        k: number of personal layers, at most all that can be ranked.
+        xi: pairs count below this cosine; above 1 all pairs count.
+        weights: of the mean, where the method weighs by rows: ``"uniform"`` (eq. 4) or ``"samples"``. A method with weights of its own
+            keeps them.
+        schedule: ``"per_round"`` (Algorithm 1), ``"warmup_once"`` (scores summed over the first warmup + 1 rounds, then fixed) or
+            ``"warmup_then_per_round"``.
+        granularity: ``"layer"`` (weight and bias together) or ``"tensor"``.
+        warmup: rounds of the warm-up, at most half the run.
+        select: ``"conflict"``; or, for ablations, the ``"first"``, ``"middle"`` or ``"last"`` k layers, or a list of layers.
+        norm: whether batch normalisation is ``"shared"`` or ``"personal"``.
+        score: ``"conflict"`` or ``"variance"``, the variance of h over clients, which is what Lemma 5.2 is about.
+        require_conflict: a layer with score 0 stays shared.
+
+    Example:
+        >>> import fedloom as fl
+        >>> print(fl.compose(fl.fedper(), fl.lag(k=2, xi=-0.1)))
+        fedper() + lag(k=2, xi=-0.1)
+    """
+    chosen = select if isinstance(select, str) else tuple(select)
+    for name, value, allowed in (
+        ("weights", weights, ("uniform", "samples")),
+        ("schedule", schedule, ("per_round", "warmup_once", "warmup_then_per_round")),
+        ("granularity", granularity, ("layer", "tensor")),
+        ("norm", norm, ("shared", "personal")),
+        ("score", score, ("conflict", "variance")),
+        ("select", chosen if isinstance(chosen, str) else "conflict", ("conflict", "first", "middle", "last")),
+    ):
+        if value not in allowed:
+            raise UserError(f"lag: {name}={value!r}; expected {', '.join(allowed)}")
+    for name, number in (("k", k), ("warmup", warmup)):
+        if not isinstance(number, int):
+            raise UserError(f"lag: {name}={number!r}; expected a whole number")
+    options = _Lag(k, xi, weights, schedule, granularity, warmup, chosen, score, require_conflict)
+
+    def apply(method: Method) -> Method:
+        if not any("delta" in s.entries for s in method.upload):
+            raise Conflict(f"'lag' cannot be stacked on {method.text!r}, which uploads no trained layer")
+        if k:
+            method = _reweighted(method, mean("uniform" if weights == "uniform" else "n"))
+        if norm == "personal":
+            rule = Rule(owner=OWNER, pattern="norm", kind="personal", only="shared", optional=True)
+            method = method.adding(rules=(rule,))
+        method = method.claiming("what clients start from", OWNER)
+        if k:
+            method = method.replacing_gate(OWNER, rankable, gates)
+        return method.adding(
+            stages=(Stage(owner=OWNER, fn=_nothing, also={"lag": ("delta", stack())}),),
+            server=(ServerStage(owner=OWNER, fn=options.stage, memory=options.memory, report=options.report),),
+        )
+
+    return apply
+
+
+def _nothing(message: Message, memory: Leaves, seen: Any) -> tuple[Message, Leaves]:
+    return message, memory
+
+
+def _reweighted(method: Method, reducer: Any) -> Method:
+    """The method with other weights of its mean, unless it has weights of its own."""
+    taken = {what for what, _ in method.claims}
+    if "the reducer of the entry 'delta'" in taken:
+        return method
+    upload = tuple(
+        replace(s, entries={**s.entries, "delta": reducer}) if s.entries.get("delta") == mean("n") else s
+        for s in method.upload
+    )
+    return replace(method, upload=upload)

@@ -1,0 +1,192 @@
+"""Limits of FedLAG, its scores by hand, and what it is refused on."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import fedloom as fl
+from fedloom.plugins.lag import conflicts, gram, spread
+from tests.helpers import bn_mlp, everything, federation, fit, gap, identical, mlp, own, shared
+
+DATA = federation((9, 14, 5, 8))
+A = torch.tensor([[1.0, 0.0], [0.0, 1.0], [-1.0, 0.0]])
+B = torch.tensor([[1.0, 1.0], [-1.0, -1.0], [-1.0, 0.0]])
+
+
+def test_scores_by_hand() -> None:
+    assert conflicts(gram([A])) == 1
+    assert conflicts(gram([B])) == 2
+    assert conflicts(gram([B]), -0.8) == 1
+    assert conflicts(gram([A]), -1.0) == conflicts(gram([B]), -1.0) == 0
+    assert conflicts(gram([A]), 2.0) == 3
+    assert conflicts(gram([torch.zeros(3, 2)])) == 0
+    # A weight and a bias of one layer are one vector.
+    assert conflicts(gram([B[:, :1], B[:, 1:]])) == 2
+    # Variance: mean ||h||^2 - ||mean h||^2 = 5/3 - 1/9.
+    assert spread(gram([B])) == pytest.approx(5 / 3 - 1 / 9, rel=1e-9)
+
+
+vectors = st.lists(st.lists(st.integers(-3, 3), min_size=3, max_size=3), min_size=2, max_size=6)
+
+
+@given(vectors, st.lists(st.floats(0.1, 10), min_size=6, max_size=6), st.floats(-1, 1))
+def test_scores_do_not_depend_on_sign_or_length(rows: list[list[int]], scale: list[float], xi: float) -> None:
+    h = torch.tensor(rows, dtype=torch.float64)
+    count = conflicts(gram([h]), xi)
+    assert 0 <= count <= len(rows) * (len(rows) - 1) // 2
+    assert conflicts(gram([-h]), xi) == count
+    stretched = h * torch.tensor(scale[: len(rows)], dtype=torch.float64)[:, None]
+    cosines = torch.nn.functional.cosine_similarity(h[:, None], h[None], dim=-1)
+    if float((cosines - xi).abs().min()) > 1e-6:
+        assert conflicts(gram([stretched]), xi) == count
+
+
+def test_a_thousand_clients_are_one_product() -> None:
+    h = torch.randn(1000, 40_000, generator=torch.Generator().manual_seed(0))
+    begun = time.perf_counter()
+    products = gram([h])
+    count = conflicts(products)
+    assert time.perf_counter() - begun < 60
+    assert products.shape == (1000, 1000)
+    assert 0.4 < count / (1000 * 999 / 2) < 0.6
+    assert torch.allclose(products[3, 7], h[3].double() @ h[7].double(), rtol=1e-12)
+
+
+@pytest.mark.parametrize("engine", ["loop", "vectorised"])
+@pytest.mark.parametrize(
+    "base", ["fedavg", "fedprox(mu=0.3)", "scaffold", "fedper", "fedrep", "ditto", "fedbn", "fedavg + clip(0.1)"]
+)
+def test_k_zero_is_the_base_bit_for_bit(base: str, engine: str) -> None:
+    for model in (mlp(), bn_mlp()):
+        plain = fit(base, model, DATA, cohort=3, engine=engine)
+        stacked = fit(f"{base} + lag(k=0)", model, DATA, cohort=3, engine=engine)
+        assert identical(everything(plain), everything(stacked))
+        assert [h["bytes_down"] for h in plain.history] == [h["bytes_down"] for h in stacked.history]
+        assert [h["bytes_up"] for h in plain.history] == [h["bytes_up"] for h in stacked.history]
+        assert all(h["lag"]["score"] for h in stacked.history)
+
+
+def test_fedlag_with_k_zero_is_fedavg_with_the_same_weights() -> None:
+    for weights, weight in (("uniform", "uniform"), ("samples", "n")):
+        plain, lag = fit(fl.fedavg(weight=weight), data=DATA), fit(fl.fedlag(k=0, weights=weights), data=DATA)
+        assert identical(shared(plain), shared(lag))
+
+
+@pytest.mark.parametrize("granularity", ["layer", "tensor"])
+def test_every_layer_personal_is_local(granularity: str) -> None:
+    alone = fit("local", data=DATA, rounds=4)
+    lag = fit(f"fedavg + lag(k=99, xi=2, granularity={granularity!r})", data=DATA, rounds=4)
+    assert [h["bytes_down"] for h in lag.history][1:] == [0, 0, 0]
+    for client in DATA:
+        assert identical(own(alone, client.id), own(lag, client.id))
+
+
+def test_corrections_vanish_with_the_shared_layers() -> None:
+    """With every layer personal from the start, a proximal term and control variates act on nothing."""
+    alone = fit("local", data=DATA)
+    for base in ("fedprox(mu=5.0)", "scaffold"):
+        lag = fit(f"{base} + lag(k=99, select='first')", data=DATA)
+        for client in DATA:
+            assert identical(own(alone, client.id), own(lag, client.id))
+
+
+def test_xi_of_minus_one_shares_everything() -> None:
+    lag, plain = fit(fl.fedlag(k=9, xi=-1.0), data=DATA), fit(fl.fedavg(weight="uniform"), data=DATA)
+    assert identical(shared(plain), shared(lag))
+    assert all(h["lag"]["personal"] == [] for h in lag.history)
+
+
+def test_layers_without_conflict_stay_shared_unless_asked() -> None:
+    same = federation((8, 8))
+    data = fl.Federation.from_arrays(
+        [((c.train.x, c.train.y), (c.test.x, c.test.y)) for c in (same["0"], same["0"]) if c.test]
+    )
+    options = {"batch_size": "full", "epochs": 1, "rounds": 2}
+    kept = fit(fl.fedlag(k=1), data=data, **options)
+    assert [h["lag"]["personal"] for h in kept.history] == [[], []]
+    forced = fit(fl.fedlag(k=1, require_conflict=False), data=data, **options)
+    # Equal scores: the deeper layer first.
+    assert forced.history[0]["lag"]["personal"] == ["2.weight", "2.bias"]
+
+
+def deep() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 4), nn.Linear(4, 3))
+
+
+@pytest.mark.parametrize(
+    ("select", "layers"),
+    [("first", ["0", "2"]), ("middle", ["2", "4"]), ("last", ["4", "5"]), (["0", "5"], ["0", "5"])],
+)
+def test_fixed_layers_are_personal_layers(select: str | list[str], layers: list[str]) -> None:
+    lag = fit(fl.fedlag(k=2, select=select), deep, DATA)
+    fixed = fit(fl.compose(fl.fedavg(weight="uniform"), fl.personal(tuple(f"{n}.*" for n in layers))), deep, DATA)
+    for client in DATA:
+        assert identical(own(fixed, client.id), own(lag, client.id))
+    assert lag.history[0]["bytes_down"] == fixed.history[0]["bytes_down"]
+    assert {n.split(".")[0] for n in lag.history[0]["lag"]["personal"]} == set(layers)
+
+
+def test_ranks_only_what_the_base_shares() -> None:
+    lag = fit("fedper + lag(k=5, xi=2)", deep, DATA)
+    assert set(lag.history[0]["lag"]["score"]) == {"0", "2", "4"}
+    assert "5.weight" not in lag.history[0]["lag"]["personal"]
+
+
+def test_state_of_a_leaf_that_turns_personal_starts_from_zero() -> None:
+    result = fit("scaffold + lag(k=1, select='last')", data=DATA)
+    memory = everything(result)
+    for name, value in memory.items():
+        if "control_variates" in name:
+            assert bool((value == 0).all()) == name.split()[-1].startswith("2."), name
+    plain = fit("fedper", data=DATA)
+    assert shared(result).keys() == shared(plain).keys()
+
+
+def test_corrections_leave_personal_layers_alone() -> None:
+    """A proximal term on a base with a personal last layer, by rule and by gate, is the same thing."""
+    gate = fit("fedprox(mu=0.7) + lag(k=1, select='last', weights='samples')", data=DATA)
+    rule = fit("fedprox(mu=0.7) + personal('2.*')", data=DATA)
+    for client in DATA:
+        assert identical(own(rule, client.id), own(gate, client.id))
+    gate = fit("scaffold + lag(k=1, select='last')", data=DATA)
+    rule = fit("fedavg + personal('2.*') + control_variates", data=DATA)
+    for client in DATA:
+        assert gap(own(rule, client.id), own(gate, client.id)) < 1e-12
+
+
+@pytest.mark.parametrize("text", ["local + lag", "fedproto + lag", "fedavg + lag + lag", "fedavg_then_local + lag"])
+def test_refused(text: str) -> None:
+    with pytest.raises(fl.Conflict):
+        fit(text, data=DATA)
+
+
+def test_refused_where_nothing_is_shared() -> None:
+    with pytest.raises(fl.Conflict, match="nothing to rank"):
+        fit("fedavg + personal('*') + lag", data=DATA)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"k": -1}, {"xi": -2.0}, {"k": 1.5}, {"weights": "n"}, {"schedule": "never"}, {"select": "top"}, {"norm": "x"}],
+)
+def test_ranges(arguments: dict[str, object]) -> None:
+    with pytest.raises(fl.UserError, match="lag"):
+        fl.lag(**arguments)  # type: ignore[arg-type]
+
+
+def test_unknown_layer() -> None:
+    with pytest.raises(fl.UserError, match="layers that can be personal"):
+        fit(fl.fedlag(select=["nowhere"]), data=DATA)
+
+
+def test_the_mean_of_personal_layers_is_kept_for_newcomers() -> None:
+    result = fit(fl.fedlag(k=9, xi=2.0), data=DATA, rounds=3)
+    models = [own(result, c.id) for c in DATA]
+    mean: dict[str, Tensor] = {k: torch.stack([m[k] for m in models]).mean(0) for k in models[0]}
+    assert gap(mean, shared(result)) < 1e-12
