@@ -14,8 +14,9 @@ from torch import Tensor
 
 from fedloom import rng, tree
 from fedloom.bound import Bound, BoundPhase
-from fedloom.optim import Optimizer, OptState
+from fedloom.optim import OptState
 from fedloom.slots import Judge, Phase, Program, Receive, Send, Sweep
+from fedloom.stepping import Stepper
 from fedloom.types import Batch, Inputs, Leaves, Memory, Message, Seen
 from fedloom.view import View
 from fedloom.work import ClientState, Participant, Post, Reply, Work
@@ -32,6 +33,9 @@ class Layout(Protocol):
 
     def call(self, fn: Callable[..., Any], *args: Any) -> Any:
         """Calls a function of one client's tensors for every client."""
+
+    def stepper(self, desk: Desk, phase: BoundPhase, leaves: Leaves) -> Stepper:
+        """What makes the steps of a phase."""
 
     def batches(self, desk: Desk, phase: BoundPhase) -> Iterator[tuple[Batch, Tensor | None]]:
         """The batches of a phase, and which clients take part in each (None: all)."""
@@ -158,45 +162,24 @@ class Desk:
 
     def train(self, bound_phase: BoundPhase) -> None:
         """THE local loop."""
-        phase, layout = bound_phase.phase, self.layout
+        phase = bound_phase.phase
         leaves = dict(self.leaves)
-        buffers = [s.name for s in self.bound.specs.values() if s.copy == phase.copy and s.buffer]
-        for name in buffers:
-            leaves[name] = leaves[name].clone()
+        for spec in self.bound.specs.values():
+            if spec.copy == phase.copy and spec.buffer:
+                leaves[spec.name] = leaves[spec.name].clone()
         for name in bound_phase.trained:
             leaves[name] = leaves[name].detach().clone(memory_format=torch.preserve_format).requires_grad_()
-        stepper = _Stepper(self, bound_phase, leaves)
-        carry = {t.owner: self._carry(t.carry) for t in bound_phase.terms if t.carry is not None}
-        objective = self._objective(bound_phase)
-        history, going, total, moved, made = None, None, None, None, 0
-        for batch, active in layout.batches(self, bound_phase):
-            if phase.until is not None:
-                if history is None:
-                    history = self.private["n"].new_full((*self.private["n"].shape, 10), torch.inf)
-                going = self._going(phase, history, going, made)
-                if not bool(going.any()):
-                    break
-                active = None if going.dim() == 0 else going if active is None else active * going
-            packed, step = batch.packed(), self._step(made)
-            for _ in range(phase.repeat):
-                losses, carry = layout.call(objective, leaves, self.private, packed, carry, step)
-                stepper(losses, active)
-                if phase.project is not None:
-                    self._assign(phase.project, leaves, bound_phase, active)
-            if phase.after is not None:
-                self._assign(phase.after, leaves, bound_phase, active)
-            losses = losses.detach()
-            if history is not None:
-                history = torch.cat([history[..., 1:], losses[..., None].to(history.dtype)], -1)
-            if active is not None:
-                losses = torch.where(active > 0, losses, torch.zeros_like(losses))
-                moved = active.to(self.private["n"].dtype) + (0 if moved is None else moved)
-            total = losses if total is None else total + losses
-            made += 1
-        count = torch.full_like(self.private["n"], float(made)) if moved is None else moved
+        stepper = self.layout.stepper(self, bound_phase, leaves)
+        for batch, active in stepper.batches():
+            more, active = stepper.goes_on(active)
+            if not more:
+                break
+            stepper.step(batch, active)
+        count = stepper.count()
         self.private["steps"] = {**self.private["steps"], phase.name: count}
-        if total is not None:
-            self.losses.append(torch.where(count > 0, total / count.clamp(min=1).to(total.dtype), torch.nan))
+        if stepper.total is not None:
+            mean = stepper.total / count.clamp(min=1).to(stepper.total.dtype)
+            self.losses.append(torch.where(count > 0, mean, torch.nan))
         self.leaves = {k: v.detach() for k, v in leaves.items()}
         if self.work.keep_optimizer:
             self.optimizer[phase.name] = stepper.states
@@ -272,11 +255,18 @@ class Desk:
     def replies(self) -> list[Reply]:
         """One reply per client."""
         split, people = self.layout.split, self.participants
-        kept = {n: split(v) for n, v in self.leaves.items() if self.bound.specs[n].kept}
-        memory = {o: {k: split(v) for k, v in m.items()} for o, m in self.private["memory"].items()}
+        several = len(people) > 1
+
+        def apart(value: Tensor) -> Sequence[Tensor]:
+            # A view would keep the tensors of the whole wave alive for as long as one client's state is kept.
+            return [v.clone() for v in split(value)] if several else split(value)
+
+        kept = {n: apart(v) for n, v in self.leaves.items() if self.bound.specs[n].kept}
+        memory = {o: {k: apart(v) for k, v in m.items()} for o, m in self.private["memory"].items()}
         message = {e: {k: split(v) for k, v in m.items()} for e, m in self.message.items()}
-        steps = {p: split(v) for p, v in self.private["steps"].items()}
-        losses = split(torch.stack(self.losses).nanmean(0)) if self.losses else None
+        steps = {p: torch.stack(list(split(v))).tolist() for p, v in self.private["steps"].items()}
+        mean = torch.stack(self.losses).nanmean(0) if self.losses else None
+        losses = None if mean is None else torch.stack(list(split(mean))).tolist()
         judged = {n: ({k: split(v) for k, v in sums.items()}, rows) for n, (sums, rows) in self.judged.items()}
         return [
             Reply(
@@ -289,7 +279,7 @@ class Desk:
                     optimizer=self.optimizer,
                 ),
                 steps={name: int(v[i]) for name, v in steps.items()},
-                loss=None if losses is None else float(losses[i]),
+                loss=None if losses is None else losses[i],
                 judged={
                     n: ({k: v[i] for k, v in sums.items()}, {k: v[i] for k, v in rows.items()})
                     for n, (sums, rows) in judged.items()
@@ -299,73 +289,6 @@ class Desk:
         ]
 
     # Details.
-
-    def _objective(self, bound_phase: BoundPhase) -> Callable[..., tuple[Tensor, Memory]]:
-        """The sum of the terms of a phase, for one client."""
-        phase, bound = bound_phase.phase, self.bound
-        trained = tuple(bound.specs[n].local for n in bound_phase.trained)
-
-        def fn(
-            leaves: Leaves, private: dict[str, Any], packed: dict[str, Any], carry: Memory, step: Tensor | int
-        ) -> tuple[Tensor, Memory]:
-            seen, batch = self.see(private), Batch.unpacked(packed)
-            if phase.view is not None:
-                leaves = {**leaves, **phase.view(leaves, seen)}
-            view = View(
-                bound,
-                leaves,
-                batch,
-                seen,
-                copy=phase.copy,
-                train=True,
-                taps=bound_phase.taps,
-                still=bound_phase.still,
-                trained=trained,
-                step=step,
-            )
-            total: Tensor | None = None
-            for term in bound_phase.terms:
-                if term.carry is None:
-                    value = term.fn(view, batch, seen)
-                else:
-                    value, moved = term.fn(view, batch, seen, carry[term.owner])
-                    carry = {**carry, term.owner: {k: v.detach() for k, v in moved.items()}}
-                total = value if total is None else total + value
-            assert total is not None, f"phase {phase.name!r} has no term"
-            return total, carry
-
-        return fn
-
-    def _step(self, made: int) -> Tensor:
-        """The number of the step as a tensor, where noise is drawn from it."""
-        noise: Tensor = self.private["noise"]
-        return torch.full_like(noise, made) if self.bound.network.noisy else noise
-
-    def _carry(self, init: Callable[..., Leaves]) -> Leaves:
-        value = init(self.bound.structure)
-        device = self.private["n"].device
-        return {k: self.layout.gather([v.to(device)] * len(self.participants)) for k, v in value.items()}
-
-    def _going(self, phase: Phase, history: Tensor, going: Tensor | None, made: int) -> Tensor:
-        until = phase.until
-        assert until is not None
-        step = torch.full_like(self.private["n"], float(made))
-        now: Tensor = self.layout.call(
-            lambda private, h, s: until(self.see(private), h, s), self.private, history, step
-        )
-        return now if going is None else going & now
-
-    def _assign(self, fn: Callable[..., Leaves], leaves: Leaves, phase: BoundPhase, active: Tensor | None) -> None:
-        """Writes a pure function of the leaves back into them; clients that have run out of batches stay still."""
-        with torch.no_grad():
-            changed = self.layout.call(lambda v, private: fn(v, self.see(private)), leaves, self.private)
-            for name, value in changed.items():
-                if active is not None and active.dim():
-                    value = torch.where(active.bool().reshape(-1, *[1] * (value.dim() - 1)), value, leaves[name])
-                if name in phase.trained:
-                    leaves[name].copy_(value)
-                else:
-                    leaves[name] = value
 
     @torch.no_grad()
     def _accumulate(self, fn: Callable[..., Leaves], rows: str) -> Leaves:
@@ -381,36 +304,3 @@ class Desk:
         parts = [self.layout.call(fn, self.leaves, self.private, b.packed()) for b in self.layout.sweep(self, rows)]
         axis = self.private["n"].dim()
         return {k: self.layout.trim(self, rows, torch.cat([p[k] for p in parts], axis)) for k in parts[0]}
-
-
-class _Stepper:
-    """Gradient of the objective and one step of each group's optimiser."""
-
-    def __init__(self, desk: Desk, phase: BoundPhase, leaves: Leaves) -> None:
-        self.desk, self.phase = desk, phase
-        self.params = [leaves[n] for n in phase.trained]
-        self.groups: list[tuple[list[int], Optimizer, float]] = []
-        self.states: list[OptState] = []
-
-    def __call__(self, losses: Tensor, active: Tensor | None) -> None:
-        """Moves the leaves. A leaf that the objective does not reach stays, as in ``torch.optim``."""
-        if not losses.requires_grad:
-            return
-        total = losses if losses.dim() == 0 else losses.sum()
-        grads = torch.autograd.grad(total, self.params, allow_unused=True, materialize_grads=bool(self.groups))
-        if not self.groups:
-            self._begin({n for n, g in zip(self.phase.trained, grads, strict=True) if g is not None}, active)
-        for (where, optimizer, lr), state in zip(self.groups, self.states, strict=True):
-            optimizer.step_([self.params[i] for i in where], [grads[i] for i in where], state, lr, active)
-
-    def _begin(self, used: set[str], active: Tensor | None) -> None:
-        work, post = self.desk.work, self.desk.post
-        index = {n: i for i, n in enumerate(self.phase.trained)}
-        for names, optimizer in self.phase.groups:
-            chosen = optimizer or work.optimizer
-            where = [index[n] for n in names if n in used]
-            self.groups.append((where, chosen, chosen.lr_at(post.round, work.rounds)))
-            self.states.append(chosen.init([self.params[i] for i in where], active))
-        kept = self.desk.participants[0].state.optimizer.get(self.phase.phase.name)
-        if work.keep_optimizer and kept is not None:
-            self.states = kept

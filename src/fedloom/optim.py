@@ -1,8 +1,8 @@
 """SGD and Adam on lists of tensors, in torch's own order of operations.
 
-With ``active=None`` (one client) they equal ``torch.optim`` bit for bit. With ``active`` given, the tensors hold many
-clients along axis 0 and only those whose entry is 1 move: parameters, momentum, moments and step counts of the others
-stay exactly as they were.
+They equal ``torch.optim`` bit for bit. Tensors may hold many clients along axis 0; with ``active`` given, only those
+whose entry is true move: parameters, momentum and moments of the others stay exactly as they were. One count of steps
+serves all clients, because a client that has stopped never moves again.
 """
 
 from __future__ import annotations
@@ -21,11 +21,13 @@ Tensors = list[Tensor]
 
 @dataclass(slots=True)
 class OptState:
-    """Moments of an optimiser: lists parallel to the parameters, and the number of steps made."""
+    """Moments of an optimiser: lists parallel to the parameters, and the number of steps made.
+
+    The number is a tensor inside a traced step, where a Python number would be baked in.
+    """
 
     slots: dict[str, Tensors] = field(default_factory=dict)
-    step: int = 0
-    steps: Tensor | None = None
+    step: int | Tensor = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,36 +67,53 @@ class Optimizer:
             return self.lr * 0.5 * (1 + math.cos(math.pi * (round - 1) / rounds))
         return self.lr * self.decay ** (round - 1)
 
-    def init(self, params: Tensors, active: Tensor | None = None) -> OptState:
+    def slots_of_state(self) -> tuple[str, ...]:
+        """Names of the moments that it keeps."""
+        return ("m", "v") if self.name != "sgd" else ("m",) if self.momentum else ()
+
+    def init(self, params: Tensors) -> OptState:
         """Fresh state: zero moments."""
-        names = ["m", "v"] if self.name != "sgd" else ["m"] if self.momentum else []
-        state = OptState({k: [torch.zeros_like(p) for p in params] for k in names})
-        if active is not None:
-            state.steps = torch.zeros_like(active, dtype=torch.float64)
-        return state
+        return OptState({k: [torch.zeros_like(p) for p in params] for k in self.slots_of_state()})
 
     @torch.no_grad()
-    def step_(self, params: Tensors, grads: Tensors, state: OptState, lr: float, active: Tensor | None = None) -> None:
-        """One step, in place."""
+    def step_(
+        self,
+        params: Tensors,
+        grads: Tensors,
+        state: OptState,
+        lr: float | Tensor,
+        active: Tensor | None = None,
+        *,
+        batched: bool = False,
+    ) -> None:
+        """One step, in place.
+
+        Args:
+            params: the parameters.
+            grads: their gradients.
+            state: moments and number of steps.
+            lr: learning rate; a tensor inside a traced step.
+            active: per client whether it moves; None for all.
+            batched: whether axis 0 is the client (gradients are then clipped client by client).
+        """
         if not params:
             return
         if self.grad_clip is not None:
-            grads = clipped(grads, self.grad_clip, batched=active is not None)
+            grads = clipped(grads, self.grad_clip, batched=batched or active is not None)
         if active is None:
             self._move(params, grads, state, lr)
             return
-        before = {k: [t.clone() for t in v] for k, v in state.slots.items()}
-        old = [p.clone() for p in params]
-        assert state.steps is not None
-        state.steps = state.steps + active.to(state.steps.dtype)
+        moving = [params, *state.slots.values()]
+        before = [[t.clone() for t in tensors] for tensors in moving]
         self._move(params, grads, state, lr)
-        keep = active.bool()
-        for now, then in [(params, old), *((state.slots[k], before[k]) for k in before)]:
+        for now, then in zip(moving, before, strict=True):
             for a, b in zip(now, then, strict=True):
-                a.copy_(torch.where(_along(keep, a), a, b))
+                torch.where(_along(active, a), a, b, out=a) if isinstance(lr, float) else a.copy_(
+                    torch.where(_along(active, a), a, b)
+                )
 
-    def _move(self, params: Tensors, grads: Tensors, state: OptState, lr: float) -> None:
-        state.step += 1
+    def _move(self, params: Tensors, grads: Tensors, state: OptState, lr: float | Tensor) -> None:
+        state.step = state.step + 1
         if self.weight_decay and self.name != "adamw":
             grads = list(torch._foreach_add(grads, params, alpha=self.weight_decay))
         if self.name == "sgd":
@@ -103,28 +122,30 @@ class Optimizer:
                 torch._foreach_mul_(m, self.momentum)
                 torch._foreach_add_(m, grads)
                 grads = list(torch._foreach_add(grads, m, alpha=self.momentum)) if self.nesterov else m
-            torch._foreach_add_(params, grads, alpha=-lr)
+            if isinstance(lr, Tensor):
+                torch._foreach_sub_(params, [g * lr for g in grads])
+            else:
+                torch._foreach_add_(params, grads, alpha=-lr)
             return
-        if self.name == "adamw":
-            torch._foreach_mul_(params, 1 - lr * self.weight_decay)
         m, v = state.slots["m"], state.slots["v"]
         b1, b2 = self.betas
+        if self.name == "adamw" and isinstance(lr, Tensor):
+            for p in params:
+                p.mul_(1 - lr * self.weight_decay)
+        elif self.name == "adamw":
+            torch._foreach_mul_(params, 1 - lr * self.weight_decay)
         torch._foreach_lerp_(m, grads, 1 - b1)
         torch._foreach_mul_(v, b2)
         torch._foreach_addcmul_(v, grads, grads, 1 - b2)
-        if state.steps is None:
-            denom = torch._foreach_sqrt(v)
-            torch._foreach_div_(denom, (1 - b2**state.step) ** 0.5)
-            torch._foreach_add_(denom, self.eps)
-            torch._foreach_addcdiv_(params, m, denom, -lr / (1 - b1**state.step))
-            return
-        steps = state.steps.clamp(min=1)
-        first, second = lr / (1 - b1**steps), (1 - b2**steps) ** 0.5
         denom = torch._foreach_sqrt(v)
-        torch._foreach_div_(denom, [_along(second, p).to(p.dtype) for p in params])
+        if isinstance(lr, Tensor):
+            second, rate = (1 - b2**state.step) ** 0.5, lr / (1 - b1**state.step)
+            for p, mean, d in zip(params, m, denom, strict=True):
+                p.sub_((rate * mean) / (d / second + self.eps))
+            return
+        torch._foreach_div_(denom, (1 - b2**state.step) ** 0.5)
         torch._foreach_add_(denom, self.eps)
-        torch._foreach_div_(denom, [_along(-first, p).to(p.dtype) for p in params])
-        torch._foreach_addcdiv_(params, m, denom, 1.0)
+        torch._foreach_addcdiv_(params, m, denom, -lr / (1 - b1**state.step))
 
 
 def _along(values: Tensor, like: Tensor) -> Tensor:

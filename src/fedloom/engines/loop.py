@@ -13,7 +13,8 @@ from fedloom.bound import Bound, BoundPhase
 from fedloom.client import Desk
 from fedloom.data import Rows
 from fedloom.slots import Program
-from fedloom.types import Batch
+from fedloom.stepping import Stepper
+from fedloom.types import Batch, Leaves
 from fedloom.work import Participant, Post, Reply, Work
 
 
@@ -31,6 +32,10 @@ class Single:
     def call(self, fn: Callable[..., Any], *args: Any) -> Any:
         """A plain call."""
         return fn(*args)
+
+    def stepper(self, desk: Desk, phase: BoundPhase, leaves: Leaves) -> Stepper:
+        """The plain one."""
+        return Stepper(desk, phase, leaves)
 
     def batches(self, desk: Desk, phase: BoundPhase) -> Iterator[tuple[Batch, Tensor | None]]:
         """The batches of a phase."""

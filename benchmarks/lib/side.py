@@ -1,0 +1,148 @@
+"""A hand-written FedAvg loop, and fedloom beside it in the same process, round by round in turn."""
+
+from __future__ import annotations
+
+import platform
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+import fedloom as fl
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+RESULTS = Path(__file__).parent.parent / "results"
+
+
+class HandWritten:
+    """FedAvg as one would write it: torch.optim, one index tensor per batch, clients one after another."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        data: Sequence[tuple[Tensor, Tensor]],
+        loss: Loss,
+        optimizer: Callable[[Any], torch.optim.Optimizer],
+        epochs: int,
+        batch_size: int,
+    ) -> None:
+        self.model, self.data, self.loss, self.optimizer = model, data, loss, optimizer
+        self.epochs, self.batch_size = epochs, batch_size
+        self.draw = np.random.default_rng(0)
+        self.shared = {k: v.detach().clone() for k, v in model.state_dict().items()}
+
+    def round(self) -> None:
+        total = sum(len(y) for _, y in self.data)
+        mean = {k: torch.zeros_like(v) for k, v in self.shared.items()}
+        for x, y in self.data:
+            self.model.load_state_dict(self.shared)
+            self.model.train()
+            optimizer = self.optimizer(self.model.parameters())
+            for _ in range(self.epochs):
+                order = torch.from_numpy(self.draw.permutation(len(y)))
+                for start in range(0, len(y), self.batch_size):
+                    index = order[start : start + self.batch_size]
+                    optimizer.zero_grad()
+                    self.loss(self.model(x[index]), y[index]).backward()
+                    optimizer.step()
+            for k, v in self.model.state_dict().items():
+                if v.is_floating_point():
+                    mean[k] += v * (len(y) / total)
+        self.shared = mean
+
+    def timed(self) -> float:
+        begun = time.perf_counter()
+        self.round()
+        return time.perf_counter() - begun
+
+
+def tables(clients: int, rows: int, shape: tuple[int, ...], classes: int, seed: int = 0) -> list[tuple[Tensor, Tensor]]:
+    """Random rows whose labels depend on them."""
+    draw = torch.Generator().manual_seed(seed)
+    plane = torch.randn(int(np.prod(shape)), classes, generator=draw)
+    made = []
+    for _ in range(clients):
+        x = torch.randn(rows, *shape, generator=draw)
+        made.append((x, (x.flatten(1) @ plane).argmax(1)))
+    return made
+
+
+def beside(
+    model: Callable[[], nn.Module],
+    data: Sequence[tuple[Tensor, Tensor]],
+    loss: Loss,
+    theirs: Callable[[Any], torch.optim.Optimizer],
+    *,
+    rounds: int,
+    epochs: int,
+    batch_size: int,
+    threads: int | None = None,
+    **options: Any,
+) -> tuple[list[float], list[float]]:
+    """Seconds a round by hand and by fedloom, taken in turn; the first round of each is left out.
+
+    Args:
+        threads: intra-op threads of the hand-written rounds; None leaves them as they are.
+    """
+    hand = HandWritten(model(), data, loss, theirs, epochs, batch_size)
+    by_hand: list[float] = []
+    ours: list[float] = []
+
+    def callback(record: dict[str, Any]) -> None:
+        ours.append(record["seconds"])
+        before = torch.get_num_threads()
+        if threads is not None:
+            torch.set_num_threads(threads)
+        by_hand.append(hand.timed())
+        torch.set_num_threads(before)
+
+    federation = fl.Federation.from_arrays([((x, y), (x[:8], y[:8])) for x, y in data])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        fl.fit(
+            "fedavg",
+            model,
+            federation,
+            rounds=rounds + 1,
+            epochs=epochs,
+            batch_size=batch_size,
+            evaluate={"every": 0},
+            progress=False,
+            callbacks=[callback],
+            **options,
+        )
+    return by_hand[1:], ours[1:]
+
+
+def row(name: str, by_hand: Sequence[float], ours: Sequence[float]) -> str:
+    """A line of a table: medians and their ratio (above 1: fedloom is faster)."""
+    a, b = statistics.median(by_hand), statistics.median(ours)
+    return f"| {name} | {a:.4f} | {b:.4f} | {a / b:.2f} | {min(by_hand):.4f} | {min(ours):.4f} |"
+
+
+HEADER = "| case | by hand, s | fedloom, s | ratio | by hand, best | fedloom, best |\n|---|---|---|---|---|---|"
+
+
+def write(name: str, lines: Sequence[str]) -> None:
+    """Prints a table and keeps it under its date, with the hardware."""
+    info = Path("/proc/cpuinfo")
+    lines_of = info.read_text().splitlines() if info.exists() else []
+    cpu = next((s.split(":")[1].strip() for s in lines_of if s.startswith("model name")), platform.machine())
+    head = [
+        f"# {name}, {date.today().isoformat()}",
+        "",
+        f"{cpu}, {torch.get_num_threads()} intra-op threads, torch {torch.__version__}, Python {platform.python_version()}. "
+        "Medians of rounds taken in turn in one process, first round left out; ratio above 1: fedloom is faster.",
+        "",
+    ]
+    text = "\n".join([*head, *lines, ""])
+    print(text)
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / f"{name}-{date.today().isoformat()}.md").write_text(text)

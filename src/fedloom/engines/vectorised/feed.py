@@ -1,0 +1,197 @@
+"""Rows of a wave of clients on the device, and which of them make up each step.
+
+All rows of a wave lie in one tensor with a row of zeros behind them; a batch of the whole wave is one indexing
+operation, and padding points at the zeros. Indices and masks of a phase are laid out on the host before its first step.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from fedloom import batches
+from fedloom.data import Rows
+from fedloom.types import Batch, Inputs
+
+KEPT_BYTES = 1 << 30
+"""How many bytes of laid-out rows are kept for the next round."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """The rows of several clients, one after another, and a row of zeros."""
+
+    x: Inputs
+    y: Tensor
+    offsets: tuple[int, ...]
+    zero: int
+    parts: tuple[Rows, ...]
+
+    @staticmethod
+    def of(parts: Sequence[Rows]) -> Pool:
+        """Lays rows out."""
+        sizes = [len(p) for p in parts]
+        offsets = tuple(int(o) for o in np.concatenate([[0], np.cumsum(sizes)[:-1]]))
+        x = pytree.tree_map(lambda *t: _joined(t), *[p.x for p in parts])
+        return Pool(x, _joined([p.y for p in parts]), offsets, sum(sizes), tuple(parts))
+
+    def take(self, index: Tensor, mask: Tensor | None, pair: Batch | None = None) -> Batch:
+        """The rows at ``index`` (clients x width) as one batch with a client axis."""
+        flat, shape = index.reshape(-1), index.shape
+
+        def rows(t: Tensor) -> Tensor:
+            return t.index_select(0, flat).view(*shape, *t.shape[1:])
+
+        return Batch(pytree.tree_map(rows, self.x), rows(self.y), mask, pair)
+
+    def nbytes(self) -> int:
+        """Bytes of all rows."""
+        return sum(t.numel() * t.element_size() for t in [*pytree.tree_leaves(self.x), self.y])
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return torch.cat([*parts, parts[0].new_zeros(1, *parts[0].shape[1:])])
+
+
+class Pools:
+    """Pools of the last waves, so that a cohort that returns finds its rows laid out."""
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[tuple[int, ...], Pool] = OrderedDict()
+
+    def of(self, parts: Sequence[Rows]) -> Pool:
+        """The pool of these rows."""
+        key = tuple(id(p) for p in parts)
+        pool = self._kept.pop(key, None) or Pool.of(parts)
+        self._kept[key] = pool
+        while len(self._kept) > 1 and sum(p.nbytes() for p in self._kept.values()) > KEPT_BYTES:
+            self._kept.popitem(last=False)
+        return pool
+
+    def clear(self) -> None:
+        """Forgets all pools."""
+        self._kept.clear()
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """One step of a phase.
+
+    Args:
+        clients: the first so many clients of the wave take part.
+        width: rows of each client's batch.
+        masked: whether some of these rows are padding.
+        active: which of the clients move; None for all of them.
+    """
+
+    clients: int
+    width: int
+    masked: bool
+    active: Tensor | None
+
+
+def widened(clients: int) -> int:
+    """The number of clients that is really stepped: at most an eighth more, so that few shapes occur.
+
+    Example:
+        >>> [widened(k) for k in (1, 7, 16, 17, 33, 100)]
+        [1, 7, 16, 18, 36, 104]
+    """
+    if clients <= 16:
+        return clients
+    grain = 1 << ((clients - 1).bit_length() - 4)
+    return -(-clients // grain) * grain
+
+
+class Feed:
+    """The steps of a phase for a wave of clients.
+
+    Args:
+        pool: their rows.
+        plans: per client the row indices of its steps.
+        groups: batches per step.
+        dtype: floating type of masks.
+        fixed: one shape for every step: all clients, full width, mask and ``active`` always there.
+        whole: all clients in every step, though shapes may change.
+    """
+
+    def __init__(
+        self,
+        pool: Pool,
+        plans: Sequence[batches.Steps],
+        groups: int,
+        dtype: torch.dtype,
+        *,
+        fixed: bool = False,
+        whole: bool = False,
+    ) -> None:
+        self.pool = pool
+        device = pool.y.device
+        self.made = [len(p) for p in plans]
+        clients, steps = len(plans), max(self.made, default=0)
+        lengths = np.zeros((steps, groups, clients), np.int64)
+        for i, plan in enumerate(plans):
+            if plan:
+                lengths[: len(plan), :, i] = [[len(rows) for rows in step] for step in plan]
+        full = int(lengths.max(initial=1))
+        index = np.full((groups, clients, steps, full), pool.zero, np.int64)
+        spots = np.arange(full)
+        for i, plan in enumerate(plans):
+            for g in range(groups if plan else 0):
+                rows = np.concatenate([step[g] for step in plan]) + pool.offsets[i]
+                view = index[g, i, : len(plan)]
+                view[spots < lengths[: len(plan), g, i, None]] = rows
+        self.index = torch.from_numpy(np.ascontiguousarray(index.transpose(2, 0, 1, 3))).to(device)
+        self.ticks = list(self._ticks(lengths, full, device, fixed, whole))
+        self.masks: Tensor | None = None
+        if any(t.masked for t in self.ticks):
+            inside = torch.from_numpy(lengths).to(device)[..., None] > torch.arange(full, device=device)
+            self.masks = inside.to(dtype)
+
+    def _ticks(self, lengths: np.ndarray, full: int, device: torch.device, fixed: bool, whole: bool) -> Iterator[Tick]:
+        live = lengths[:, 0] > 0
+        everyone = live.shape[1]
+        actives = torch.from_numpy(live).to(device)
+        for t in range(len(live)):
+            last = int(np.flatnonzero(live[t])[-1]) + 1
+            clients = everyone if whole or fixed else min(widened(last), everyone)
+            here = lengths[t, :, :clients]
+            idle = not live[t, :clients].all()
+            even = here.min() == here.max()
+            if fixed:
+                yield Tick(clients, full, True, actives[t])
+            else:
+                yield Tick(clients, int(here.max()) if even else full, not even, actives[t, :clients] if idle else None)
+
+    def batch(self, t: int) -> Batch:
+        """The batch of a step."""
+        tick, made = self.ticks[t], None
+        for group in reversed(range(self.index.shape[1])):
+            mask = (
+                self.masks[t, group, : tick.clients, : tick.width] if tick.masked and self.masks is not None else None
+            )
+            made = self.pool.take(self.index[t, group, : tick.clients, : tick.width], mask, made)
+        assert made is not None
+        return made
+
+
+def sweep(pool: Pool, dtype: torch.dtype) -> Iterator[Batch]:
+    """All rows of every client in order; a client that has run out holds padding only."""
+    bounds = [batches.in_order(len(p)) for p in pool.parts]
+    device = pool.y.device
+    for step in range(max(len(b) for b in bounds)):
+        here = [b[step] if step < len(b) else (0, 0) for b in bounds]
+        width = max(high - low for low, high in here)
+        index = np.full((len(here), width), pool.zero, np.int64)
+        mask = np.zeros((len(here), width), bool)
+        for i, (low, high) in enumerate(here):
+            index[i, : high - low] = np.arange(low, high) + pool.offsets[i]
+            mask[i, : high - low] = True
+        rows = None if mask.all() else torch.from_numpy(mask).to(device).to(dtype)
+        yield pool.take(torch.from_numpy(index).to(device), rows)
