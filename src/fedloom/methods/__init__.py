@@ -1,33 +1,47 @@
 """Recipes: named methods, each a composition of parts."""
 
 from fedloom.methods.averaging import fedavg, fedprox, local, scaffold
-from fedloom.methods.global_features import fedproto
+from fedloom.methods.feature_level import feddbe, fedrod, gpfl
+from fedloom.methods.fine_tuning import fedavg_ft, fedbabu, lg_fedavg
+from fedloom.methods.global_features import fedintr, fedproto, moon
 from fedloom.methods.layerwise import fedavg_then_local, fedlag
 from fedloom.methods.local_blending import fedala
+from fedloom.methods.meta import peravg
 from fedloom.methods.personalised import ditto, fedbn, fedper, fedrep
 from fedloom.methods.server_opt import fedadam, fedavgm, fedexp, fednova, fedyogi, qfedavg
-from fedloom.methods.supervised import omniisr
+from fedloom.methods.supervised import fedaims, fedaims_full, omniisr
 from fedloom.methods.two_models import apfl, pfedme
 
 __all__ = [
     "apfl",
     "ditto",
     "fedadam",
+    "fedaims",
+    "fedaims_full",
     "fedala",
     "fedavg",
+    "fedavg_ft",
     "fedavg_then_local",
     "fedavgm",
+    "fedbabu",
     "fedbn",
+    "feddbe",
     "fedexp",
+    "fedintr",
     "fedlag",
     "fednova",
     "fedper",
     "fedproto",
     "fedprox",
     "fedrep",
+    "fedrod",
     "fedyogi",
+    "gpfl",
+    "lg_fedavg",
     "local",
+    "moon",
     "omniisr",
+    "peravg",
     "pfedme",
     "qfedavg",
     "scaffold",
