@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from fedloom.objectives import data_term
-from fedloom.plugins import control_variates, proximal
+from fedloom.plugins.control_variates import control_variates
+from fedloom.plugins.proximal import proximal
 from fedloom.record import Method, compose
 from fedloom.registry import recipe
 from fedloom.slots import Partition, Phase, Receive, Schedule, Send

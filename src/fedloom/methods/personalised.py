@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fedloom.methods.averaging import fedavg
 from fedloom.objectives import quadratic
-from fedloom.plugins import personal
+from fedloom.plugins.personal import personal
 from fedloom.record import Method, compose
 from fedloom.registry import recipe
 from fedloom.slots import Copy, Phase, Receive, Rule, Send, Term

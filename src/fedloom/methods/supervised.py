@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from typing import Literal
 
 from fedloom.methods.averaging import fedavg
-from fedloom.plugins import isr
+from fedloom.methods.personalised import fedper
+from fedloom.plugins.aims import aims
+from fedloom.plugins.isr import isr
 from fedloom.record import Method, compose
 from fedloom.registry import recipe
 
@@ -34,3 +36,57 @@ def omniisr(
         adapters: ``"shared"`` or ``"personal"``.
     """
     return compose(fedavg(), isr(alpha, lam, points, spacing, position, adapters))
+
+
+_FEDAIMS = "Li et al., FedAIMS: Adaptive Intermediate Supervision for Personalized Federated Learning, 2025"
+
+
+@recipe("mu >= 0", "0 < lam <= 1", "period >= 1", paper=_FEDAIMS + ", Algorithm 1", plugin="aims")
+def fedaims(
+    mu: float = 1.0,
+    lam: float | None = None,
+    assign: Literal["cluster", "random", "round_robin"] = "cluster",
+    similarity: Literal["raw", "delta"] = "raw",
+    period: int = 1,
+    prototypes: Literal["last", "blockwise"] = "last",
+    aux_ce: Literal["head", "none", "prototype"] = "head",
+    reduction: Literal["mean", "sum_dim"] = "mean",
+) -> Method:
+    """A shared body and a personal head; each client supervises one intermediate block: ``lambda F + (1 - lambda) A^b``.
+
+    Args:
+        mu: weight of the distances to the classes' prototypes.
+        lam: lambda; None for 1/m, m the number of blocks.
+        assign: how blocks are given to clients: Algorithm 2, at random, or in turn.
+        similarity: of the uploaded bodies, or of what the round changed in them.
+        period: rounds between updates of the similarity.
+        prototypes: of the last block, mapped by personal adapters, or of every block.
+        aux_ce: cross-entropy at a block by an auxiliary head, none, or over distances to prototypes.
+        reduction: distances are means over dimensions, or sums.
+    """
+    plugin = aims(
+        mu=mu, lam=lam, assign=assign, similarity=similarity, period=period, prototypes=prototypes, aux_ce=aux_ce,
+        reduction=reduction,
+    )  # fmt: skip
+    return compose(fedper(), plugin)
+
+
+@recipe("mu >= 0", paper=_FEDAIMS + ", eq. 2 (FedAIMS-Full)", plugin="aims")
+def fedaims_full(
+    mu: float = 1.0,
+    alpha: Sequence[float] | None = None,
+    prototypes: Literal["last", "blockwise"] = "last",
+    aux_ce: Literal["head", "none", "prototype"] = "head",
+    reduction: Literal["mean", "sum_dim"] = "mean",
+) -> Method:
+    """FedAIMS with all intermediate blocks supervised by every client: ``alpha_m F + sum_j alpha_j A^j``.
+
+    Args:
+        mu: weight of the distances to the classes' prototypes.
+        alpha: weights of the m blocks, main task last, which sum to 1; None for 1/m each.
+        prototypes: of the last block, mapped by personal adapters, or of every block.
+        aux_ce: cross-entropy at a block by an auxiliary head, none, or over distances to prototypes.
+        reduction: distances are means over dimensions, or sums.
+    """
+    plugin = aims(mu=mu, supervise="full", alpha=alpha, prototypes=prototypes, aux_ce=aux_ce, reduction=reduction)
+    return compose(fedper(), plugin)

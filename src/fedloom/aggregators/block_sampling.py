@@ -1,0 +1,120 @@
+"""FedAIMS's supervision sampling: the server gives each client of a round the block that it supervises."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedloom import rng
+from fedloom.aggregators.similarity import WIDTH, cosines, dealt_groups, project, unlike_groups
+from fedloom.record import Method
+from fedloom.reducers import stack
+from fedloom.slots import Prepare, Prepared, ServerStage, Stage
+from fedloom.structure import Structure
+from fedloom.types import Cohort, Facts, Leaves, Message
+
+OWNER = "block_sampling"
+BODIES = "bodies"
+
+
+def sampled(
+    method: Method,
+    places: Callable[[Structure], Sequence[object]],
+    *,
+    assign: Literal["cluster", "random", "round_robin"],
+    similarity: Literal["raw", "delta"],
+    period: int,
+) -> Method:
+    """The method with a block index b_k per client and round, found as ``seen.key``.
+
+    With ``assign="cluster"`` the server keeps one projection of each client's last uploaded body, and groups clients of a round
+    that are unlike each other; larger groups get deeper blocks.
+
+    Args:
+        method: the method; what its clients upload as ``delta`` is used, nothing more is sent.
+        places: the blocks that can be supervised.
+        assign: Algorithm 2, at random, or in turn.
+        similarity: cosine of bodies, or of what a round changed in them.
+        period: rounds between updates of the similarity.
+
+    Reference: FedAIMS, section 4.3 and Algorithm 2.
+    """
+    clustering = assign == "cluster"
+
+    def give(memory: Leaves, cohort: Cohort) -> Prepared:
+        groups = len(places(cohort.structure))
+        if not groups:
+            return Prepared(memory=memory)
+        if assign == "round_robin":
+            index = {name: i for i, name in enumerate(cohort.order)}
+            chosen = {n: (index.get(n, 0) + cohort.round - 1) % groups + 1 for n in cohort.ids}
+        else:
+            if clustering:
+                parts = unlike_groups(_similarity(memory, cohort), groups)
+            else:
+                draw = rng.stream(cohort.seed, "sample", "blocks", cohort.round)
+                parts = dealt_groups(draw.permutation(len(cohort)).tolist(), groups)
+            chosen = {cohort.ids[i]: block for block, part in enumerate(parts, start=1) for i in part}
+        device = next(iter(cohort.leaves.values())).device
+        told = {name: {"block": torch.tensor(block, device=device)} for name, block in chosen.items()}
+        return Prepared(memory=memory, addressed=told, keys=chosen)
+
+    def learn(reduced: Message, memory: Leaves, cohort: Cohort) -> tuple[Message, Leaves]:
+        moved = {n: reduced[BODIES][n] for n in _body(cohort.structure) if n in reduced[BODIES]}
+        ends = {k: cohort.leaves[k] + v if similarity == "raw" else v for k, v in moved.items()}
+        vectors = project(ends, cohort.seed).to(memory["latest"])
+        where = torch.tensor([cohort.order.index(n) for n in cohort.ids], device=vectors.device)
+        latest, known = memory["latest"], memory["known"]
+        if not known.numel():
+            latest, known = latest.new_zeros(cohort.population, latest.shape[1]), known.new_zeros(cohort.population)
+        memory = {**memory, "latest": latest.index_copy(0, where, vectors), "known": known.index_fill(0, where, 1.0)}
+        if period > 1 and cohort.round % period == 0:
+            memory |= {"used": memory["latest"], "used_known": memory["known"]}
+        memory["facts"] = _facts(moved, reduced["delta"], vectors).to(memory["facts"])
+        return {k: v for k, v in reduced.items() if k != BODIES}, memory
+
+    def blank(facts: Facts) -> Leaves:
+        like = next(v for v in facts.start.values() if v.is_floating_point())
+        sent = facts.travelling()
+        width = min(sum(sent[n].numel() for n in _body(facts.structure) if n in sent), WIDTH)
+        empty = {"latest": like.new_zeros(0, width), "known": like.new_zeros(0), "facts": like.new_zeros(4)}
+        return empty if period == 1 else empty | {"used": empty["latest"], "used_known": empty["known"]}
+
+    def report(memory: Leaves) -> dict[str, float]:
+        return dict(
+            zip(("kappa2", "similarity_min", "similarity", "similarity_max"), memory["facts"].tolist(), strict=True)
+        )
+
+    stage = Stage(owner=OWNER, fn=lambda message, memory, seen: (message, memory), also={BODIES: ("delta", stack())})
+    keeping = (ServerStage(owner=OWNER, fn=learn, memory=blank, report=report),)
+    return method.adding(
+        stages=(stage,) if clustering else (),
+        prepare=(Prepare(owner=OWNER, fn=give),),
+        server=keeping if clustering else (),
+    )
+
+
+def _similarity(memory: Leaves, cohort: Cohort) -> np.ndarray:
+    """Pairwise similarity of the cohort's clients from the last refresh; 0 for clients that are not known."""
+    vectors, known = memory.get("used", memory["latest"]), memory.get("used_known", memory["known"])
+    index = {name: i for i, name in enumerate(cohort.order)}
+    there = [index[n] if n in index and known.numel() else None for n in cohort.ids]
+    rows: list[Tensor] = [vectors.new_zeros(vectors.shape[1]) if i is None else vectors[i] for i in there]
+    flags = [known.new_zeros(()) if i is None else known[i] for i in there]
+    return cosines(torch.stack(rows), torch.stack(flags))
+
+
+def _body(structure: Structure) -> tuple[str, ...]:
+    return tuple(i.name for i in structure.leaves if i.trainable and not i.owner and i.role == "body")
+
+
+def _facts(moved: Leaves, mean: Leaves, vectors: Tensor) -> Tensor:
+    """``kappa^2 = max_i ||phi - phi_i||^2`` of the round (Theorem 1), and the spread of the pairs' similarities."""
+    gaps = [((v - mean[k]) ** 2).flatten(1).sum(1).double() for k, v in moved.items()]
+    pairs = cosines(vectors, vectors.new_ones(len(vectors)))[np.triu_indices(len(vectors), 1)]
+    spread = (pairs.min(), pairs.mean(), pairs.max()) if pairs.size else (0.0, 0.0, 0.0)
+    return torch.tensor([float(torch.stack(gaps).sum(0).max()), *map(float, spread)])

@@ -1,0 +1,78 @@
+"""Which clients are alike, from short projections of their models, and groups of unlike ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedloom import rng
+
+WIDTH = 4096
+
+
+def project(bodies: Mapping[str, Tensor], seed: int, width: int = WIDTH) -> Tensor:
+    """Clients x width: a seeded random projection of stacked leaves (clients x ...) that keeps inner products on average.
+
+    Every coordinate is added to one of ``width`` sums, with a random sign. Vectors that are no longer than ``width`` stay as they
+    are.
+
+    Args:
+        bodies: leaves of the clients' models, stacked along axis 0.
+        seed: of the run.
+        width: length of the projection.
+
+    Reference: Charikar et al., Finding Frequent Items in Data Streams, 2002.
+    """
+    flat = {k: v.flatten(1) for k, v in bodies.items()}
+    if sum(v.shape[1] for v in flat.values()) <= width:
+        return torch.cat(list(flat.values()), 1).double()
+    first = next(iter(flat.values()))
+    sums = torch.zeros(first.shape[0], width, dtype=torch.float64, device=first.device)
+    for name, values in flat.items():
+        draw = rng.stream(seed, "sample", "projection", name)
+        where = torch.from_numpy(draw.integers(0, width, values.shape[1])).to(first.device)
+        sign = torch.from_numpy(draw.integers(0, 2, values.shape[1]) * 2 - 1).to(first.device)
+        for k in range(values.shape[0]):
+            sums[k].index_add_(0, where, values[k].double() * sign)
+    return sums
+
+
+def cosines(vectors: Tensor, known: Tensor) -> np.ndarray:
+    """``s_ij = cos(v_i, v_j)`` in float64, rounded to 10 digits; 0 where one of the two is not known."""
+    values = vectors.double()
+    length = values.norm(dim=1)
+    there = (known > 0) & (length > 0)
+    unit = values / length.clamp(min=1e-300)[:, None] * there[:, None]
+    return np.asarray((unit @ unit.T).clamp(-1, 1).cpu().numpy().round(10))
+
+
+def unlike_groups(similarity: np.ndarray, groups: int) -> list[list[int]]:
+    """Clients in groups of equal size (to one) whose members are unlike each other, smallest groups first.
+
+    In order, each client joins the smallest group with the least mean similarity to its members (0 for an empty group), the
+    first such group. Then groups are sorted by size.
+
+    Example:
+        >>> s = np.eye(4)
+        >>> for i, j, value in [(0, 1, .9), (0, 2, .1), (0, 3, .2), (1, 2, .3), (1, 3, .8), (2, 3, .5)]:
+        ...     s[i, j] = s[j, i] = value
+        >>> unlike_groups(s, 2)
+        [[0, 2], [1, 3]]
+
+    Reference: FedAIMS, Algorithm 2 and eqs. 10, 11.
+    """
+    found: list[list[int]] = [[] for _ in range(groups)]
+    for i in range(len(similarity)):
+        least = min(len(g) for g in found)
+        costs = [float(np.mean(similarity[i, g]).round(10)) if g else 0.0 for g in found]
+        best = min((k for k in range(groups) if len(found[k]) == least), key=lambda k: costs[k])
+        found[best].append(i)
+    return sorted(found, key=len)
+
+
+def dealt_groups(order: Sequence[int], groups: int) -> list[list[int]]:
+    """Clients dealt to groups one by one in an order, smallest groups first."""
+    return sorted((list(order[k::groups]) for k in range(groups)), key=len)
