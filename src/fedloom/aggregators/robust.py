@@ -33,8 +33,8 @@ def trimmed_mean(stacked: Leaves, trim: float) -> Leaves:
     return {name: inner(values) for name, values in stacked.items()}
 
 
-def krum(stacked: Leaves, bad: int, keep: int) -> Leaves:
-    """Mean of the ``keep`` updates with the smallest scores; 1 is Krum, more is multi-Krum.
+def krum(stacked: Leaves, bad: int, keep: int | None = 1) -> Leaves:
+    """Mean of the ``keep`` updates with the smallest scores; 1 is Krum, more is multi-Krum, None is M - bad.
 
     ``score_i`` = sum of ``||d_i - d_j||^2`` over the M - bad - 2 nearest j. Scores are compared in float64 rounded to ten
     digits; ties go to the earlier client.
@@ -44,6 +44,7 @@ def krum(stacked: Leaves, bad: int, keep: int) -> Leaves:
     """
     rows = [dict(zip(stacked, values, strict=True)) for values in zip(*stacked.values(), strict=True)]
     count = len(rows)
+    keep = count - bad if keep is None else keep
     if count < bad + 3 or count < keep:
         raise RunError(f"krum: {count} replies; bad={bad} and keep={keep} need at least {max(bad + 3, keep)}")
     flat = torch.stack([tree.flat(row).double() for row in rows])

@@ -3,6 +3,7 @@
 from fedloom.methods.averaging import fedavg, fedprox, local, scaffold
 from fedloom.methods.feature_level import feddbe, fedrod, gpfl
 from fedloom.methods.fine_tuning import fedavg_ft, fedbabu, lg_fedavg
+from fedloom.methods.global_drift import feddyn, fedntd
 from fedloom.methods.global_features import fedintr, fedproto, moon
 from fedloom.methods.layerwise import fedavg_then_local, fedlag
 from fedloom.methods.local_blending import fedala
@@ -26,10 +27,12 @@ __all__ = [
     "fedbabu",
     "fedbn",
     "feddbe",
+    "feddyn",
     "fedexp",
     "fedintr",
     "fedlag",
     "fednova",
+    "fedntd",
     "fedper",
     "fedproto",
     "fedprox",

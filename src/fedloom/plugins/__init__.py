@@ -1,5 +1,6 @@
 """Plug-ins: functions from method to method."""
 
+from fedloom.plugins.compress import compress
 from fedloom.plugins.control_variates import control_variates
 from fedloom.plugins.isr import isr
 from fedloom.plugins.lag import lag
@@ -7,10 +8,12 @@ from fedloom.plugins.personal import personal
 from fedloom.plugins.privacy import clip, noise
 from fedloom.plugins.prototypes import prototypes
 from fedloom.plugins.proximal import proximal
+from fedloom.plugins.robust import robust
 from fedloom.plugins.server_momentum import server_momentum
 
 __all__ = [
     "clip",
+    "compress",
     "control_variates",
     "isr",
     "lag",
@@ -18,5 +21,6 @@ __all__ = [
     "personal",
     "prototypes",
     "proximal",
+    "robust",
     "server_momentum",
 ]
