@@ -1,6 +1,7 @@
 """Plug-ins: functions from method to method."""
 
 from fedloom.plugins.compress import compress
+from fedloom.plugins.aims import aims
 from fedloom.plugins.control_variates import control_variates
 from fedloom.plugins.isr import isr
 from fedloom.plugins.lag import lag
@@ -12,6 +13,7 @@ from fedloom.plugins.robust import robust
 from fedloom.plugins.server_momentum import server_momentum
 
 __all__ = [
+    "aims",
     "clip",
     "compress",
     "control_variates",

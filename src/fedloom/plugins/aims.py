@@ -20,6 +20,7 @@ from fedloom.slots import Extra, Phase, Term
 from fedloom.structure import Call, Structure
 from fedloom.taps import Tap, blocks, pooled
 from fedloom.types import Batch, Leaves, Seen
+from fedloom.uploads.prototypes import OWNER as PROTOTYPES
 from fedloom.uploads.prototypes import pull, with_prototypes
 from fedloom.view import View
 
@@ -144,7 +145,6 @@ def aims(
         if plan.compares:
             method = with_prototypes(
                 method,
-                owner=OWNER,
                 at="start" if when == "before" else "now",
                 feature=lambda view: _features(plan, view),
                 taps=lambda s: (*(t.name for t in plan.taps(s) if plan.blockwise), "z"),
@@ -213,7 +213,7 @@ def _supervision(plan: Plan, view: View, batch: Batch, seen: Seen) -> Tensor:
     taps = plan.taps(structure)
     centres = known = seen.n
     if plan.compares:
-        shared = seen.broadcast[OWNER]
+        shared = seen.broadcast[PROTOTYPES]
         centres, known = shared["mean"], shared["known"]
     parts = []
     if plan.mu:
