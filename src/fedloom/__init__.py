@@ -8,6 +8,7 @@ from fedloom.expr import method
 from fedloom.gains import gain
 from fedloom.methods import (
     apfl,
+    balancefl,
     ditto,
     fedadam,
     fedaims,
@@ -19,13 +20,18 @@ from fedloom.methods import (
     fedavgm,
     fedbabu,
     fedbn,
+    fedcac,
     feddbe,
     feddyn,
     fedexp,
+    fedgau,
     fedintr,
+    fedir,
     fedlag,
+    fedmap,
     fednova,
     fedntd,
+    fedpac,
     fedper,
     fedproto,
     fedprox,
@@ -50,6 +56,7 @@ from fedloom.plugins import (
     control_variates,
     isr,
     lag,
+    map_prior,
     noise,
     personal,
     prototypes,
@@ -57,10 +64,12 @@ from fedloom.plugins import (
     robust,
     server_momentum,
 )
+from fedloom.priors import gaussian, laplace, learnable_gaussian, student_t
 from fedloom.record import Method, Plugin, compose
 from fedloom.registry import describe, list_methods, list_plugins
 from fedloom.result import Result
 from fedloom.simulation import fit
+from fedloom.store import load_run
 from fedloom.tasks import Task
 
 __version__ = "0.1.0"
@@ -82,6 +91,7 @@ __all__ = [
     "affine",
     "aims",
     "apfl",
+    "balancefl",
     "check_method",
     "classes_per_client",
     "clip",
@@ -102,13 +112,18 @@ __all__ = [
     "fedavgm",
     "fedbabu",
     "fedbn",
+    "fedcac",
     "feddbe",
     "feddyn",
     "fedexp",
+    "fedgau",
     "fedintr",
+    "fedir",
     "fedlag",
+    "fedmap",
     "fednova",
     "fedntd",
+    "fedpac",
     "fedper",
     "fedproto",
     "fedprox",
@@ -117,14 +132,19 @@ __all__ = [
     "fedyogi",
     "fit",
     "gain",
+    "gaussian",
     "gpfl",
     "iid",
     "isr",
     "lag",
+    "laplace",
+    "learnable_gaussian",
     "lg_fedavg",
     "list_methods",
     "list_plugins",
+    "load_run",
     "local",
+    "map_prior",
     "method",
     "models",
     "moon",
@@ -143,4 +163,5 @@ __all__ = [
     "server_momentum",
     "sgd",
     "shards",
+    "student_t",
 ]
