@@ -1,6 +1,6 @@
 """Recipes: named methods, each a composition of parts."""
 
-from fedloom.methods.averaging import fedavg, fedprox, local, scaffold
+from fedloom.methods.averaging import fedavg, fedprox, local, local_full, scaffold
 from fedloom.methods.collaboration import fedcac, fedpac
 from fedloom.methods.feature_level import feddbe, fedrod, gpfl
 from fedloom.methods.fine_tuning import fedavg_ft, fedbabu, lg_fedavg
@@ -51,6 +51,7 @@ __all__ = [
     "gpfl",
     "lg_fedavg",
     "local",
+    "local_full",
     "moon",
     "omniisr",
     "peravg",

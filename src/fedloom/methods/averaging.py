@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from fedloom.objectives import data_term
 from fedloom.plugins.control_variates import control_variates
 from fedloom.plugins.proximal import proximal
@@ -25,6 +27,22 @@ def local(stream: str = "main") -> Method:
         partition=Partition(base="personal"),
         schedule=Schedule(round=(Receive(), Phase(stream=stream), Send())),
     )
+
+
+@recipe("epochs >= 1")
+def local_full(epochs: int | None = None) -> Method:
+    """Each client trains alone, in every round, sampled or not: the strongest form of local training.
+
+    ``theta_k <- theta_k - eta grad f_k(theta_k)``, ``epochs`` passes a round for everybody. Nothing is sent. With all clients
+    sampled it is ``local`` bit for bit.
+
+    Args:
+        epochs: passes a round; None for the run's.
+    """
+    method = local()
+    phase = Phase(epochs=epochs, stream="main")
+    schedule = replace(method.schedule, round=(Receive(), phase, Send()), participation="all")
+    return replace(method, schedule=schedule)
 
 
 @recipe(paper="McMahan et al., Communication-Efficient Learning of Deep Networks from Decentralized Data, AISTATS 2017")
