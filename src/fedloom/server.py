@@ -107,7 +107,7 @@ def sort_replies(bound: Bound, replies: Sequence[Reply], round: int) -> Outcome:
     trains = bool(bound.method.phases("round"))
     expected: dict[str, set[str]] = {}
     for reply in replies:
-        if trains and not any(reply.steps.values()):
+        if reply.fault is None and trains and not any(reply.steps.values()):
             outcome.skipped.append(reply.id)
             continue
         reason = _fault(bound, reply, expected)
@@ -119,6 +119,8 @@ def sort_replies(bound: Bound, replies: Sequence[Reply], round: int) -> Outcome:
 
 
 def _fault(bound: Bound, reply: Reply, expected: dict[str, set[str]]) -> str | None:
+    if reply.fault is not None:
+        return reply.fault
     for entry, value in reply.message.items():
         names = expected.setdefault(entry, set(value))
         if set(value) != names:

@@ -106,6 +106,7 @@ class Reply:
         steps: optimiser steps made, by phase.
         loss: mean of the objective over the steps of the phases, or None.
         judged: statistics (sums, kept rows) by name of the :class:`Judge`.
+        fault: why there is nothing to use, where an engine's clients can fail to answer.
     """
 
     id: str
@@ -114,3 +115,4 @@ class Reply:
     steps: dict[str, int]
     loss: float | None
     judged: dict[str, tuple[Leaves, Leaves]]
+    fault: str | None = None
