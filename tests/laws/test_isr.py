@@ -19,6 +19,7 @@ from fedloom.bound import Bound, bind
 from fedloom.structure import Structure
 from fedloom.taps import candidates, choose, entropy_term
 from fedloom.taps.points import leaves_before
+from fedloom.taps.report import costs, information
 from fedloom.types import Batch
 from fedloom.view import View
 from tests.helpers import bn_mlp, federation, fit, identical, mlp, own, run_of, shared, small_cnn
@@ -287,3 +288,35 @@ def test_bad_names_and_twice() -> None:
         fit("fedavg + isr(points='nowhere')", deep())
     with pytest.raises(fl.Conflict):
         fl.method("fedavg + isr + isr")
+
+
+# What taps cost and tell.
+
+
+def test_costs_of_taps() -> None:
+    small, large = (costs(fl.models.convnet3(10), torch.zeros(n, 1, 16, 16), repeats=2) for n in (2, 8))
+    assert [c.parameters for c in small] == [10 * 64 + 10] * 6
+    assert [c.positions for c in small] == [256, 64, 64, 16, 16, 4]
+    assert sum(c.chosen for c in small) == 3
+    assert all(c.seconds > 0 for c in small)
+    for few, many in zip(small, large, strict=True):
+        # The feature itself, its log-softmax twice over and the pooled part all grow with the batch.
+        assert few.memory >= 2 * 64 * few.positions * 4 * 2
+        assert 3 * few.memory < many.memory <= 4 * few.memory + 4096
+    dense = costs(fl.models.topformer_t(7), torch.zeros(2, 3, 32, 32), task="segmentation", repeats=1)
+    assert dense[0].parameters == 16 * 7 + 7
+    assert costs(mlp(6, 1)(), torch.zeros(2, 6), task="regression", repeats=1)[0].parameters == 0
+
+
+def test_information_of_zero_adapters_is_at_most_zero_and_grows_with_training() -> None:
+    data = federation((40, 60))
+    runs = [fit("fedavg + isr(alpha=1, lam=0)", deep(2), data, rounds=r, optimizer=fl.sgd(0.3)) for r in (1, 15)]
+    first, last = (information(r) for r in runs)
+    assert [(i.client, i.tap) for i in first] == [(c, t) for c in ("0", "1") for t in ("1", "3")]
+    counts = np.bincount(data[0].train.y.numpy(), minlength=3) / 40
+    assert first[0].entropy == pytest.approx(float(-(counts[counts > 0] * np.log(counts[counts > 0])).sum()))
+    assert all(i.bound == pytest.approx(i.entropy - i.loss) for i in first)
+    assert all(i.bound <= i.entropy for i in first + last)
+    assert sum(i.bound for i in last) > sum(i.bound for i in first)
+    with pytest.raises(fl.UserError, match="no adapters"):
+        information(fit("fedavg", deep(2), data, rounds=1))
