@@ -2,7 +2,7 @@
 
 from fedloom import data, models
 from fedloom.checks import check_method
-from fedloom.data import Federation, affine, classes_per_client, dirichlet, iid, natural, quantity, shards
+from fedloom.data import Federation, affine, chunks, classes_per_client, dirichlet, iid, natural, quantity, shards
 from fedloom.errors import Conflict, FedloomError, NotVectorisable, RunError, UnknownName, UserError
 from fedloom.expr import method
 from fedloom.gains import gain
@@ -14,6 +14,7 @@ from fedloom.methods import (
     fedaims,
     fedaims_full,
     fedala,
+    fedas,
     fedavg,
     fedavg_ft,
     fedavg_then_local,
@@ -94,6 +95,7 @@ __all__ = [
     "apfl",
     "balancefl",
     "check_method",
+    "chunks",
     "classes_per_client",
     "clip",
     "compose",
@@ -107,6 +109,7 @@ __all__ = [
     "fedaims",
     "fedaims_full",
     "fedala",
+    "fedas",
     "fedavg",
     "fedavg_ft",
     "fedavg_then_local",

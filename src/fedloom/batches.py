@@ -71,14 +71,15 @@ def _paired(chunks: list[Indices]) -> Steps:
     return [(chunks[i], chunks[i + 1]) for i in range(0, len(chunks) - 1, 2)]
 
 
-def in_order(n: int) -> list[tuple[int, int]]:
-    """Bounds of the batches of a sweep: 128 rows in data order; a last batch of one row joins the one before.
+def in_order(n: int, size: int | str = SWEEP_BATCH) -> list[tuple[int, int]]:
+    """Bounds of the batches of a sweep: rows in data order; a last batch of one row joins the one before.
 
     Example:
         >>> in_order(257)
         [(0, 128), (128, 257)]
     """
-    bounds = [(i, min(i + SWEEP_BATCH, n)) for i in range(0, n, SWEEP_BATCH)]
+    step = max(n, 1) if size == "full" else int(size)
+    bounds = [(i, min(i + step, n)) for i in range(0, n, step)]
     if len(bounds) > 1 and bounds[-1][1] - bounds[-1][0] == 1:
         bounds[-2:] = [(bounds[-2][0], n)]
     return bounds

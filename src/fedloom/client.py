@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fedloom import rng, tree
+from fedloom.batches import SWEEP_BATCH
 from fedloom.bound import Bound, BoundPhase
 from fedloom.optim import OptState
 from fedloom.slots import Judge, Phase, Program, Receive, Send, Sweep
@@ -40,7 +41,7 @@ class Layout(Protocol):
     def batches(self, desk: Desk, phase: BoundPhase) -> Iterator[tuple[Batch, Tensor | None]]:
         """The batches of a phase, and which clients take part in each (None: all)."""
 
-    def sweep(self, desk: Desk, rows: str) -> Iterator[Batch]:
+    def sweep(self, desk: Desk, rows: str, size: int | str = SWEEP_BATCH) -> Iterator[Batch]:
         """All rows in order."""
 
     def trim(self, desk: Desk, rows: str, kept: Tensor) -> Sequence[Tensor]:
@@ -143,7 +144,7 @@ class Desk:
         start: Leaves = {}
         for name, value in post.leaves.items():
             everywhere = [value] * len(self.participants)
-            if not specs[name].kept or step.plain:
+            if not specs[name].kept or step.plain or (step.mirrored and specs[name].kind == "mirrored"):
                 start[name] = gather(everywhere)
                 continue
             own = [p.state.leaves.get(name, value) for p in self.participants]
@@ -201,7 +202,8 @@ class Desk:
                 seen,
             )
 
-        sums = self._accumulate(fn, "train")
+        asked = self.work.batch_size if step.batch_size == "run" else step.batch_size
+        sums = self._accumulate(fn, "train", SWEEP_BATCH if asked is None else asked)
         if step.finish is not None:
             finish = step.finish
             sums = self.layout.call(lambda s, private: finish(s, self.see(private)), sums, self.private)
@@ -291,9 +293,9 @@ class Desk:
     # Details.
 
     @torch.no_grad()
-    def _accumulate(self, fn: Callable[..., Leaves], rows: str) -> Leaves:
+    def _accumulate(self, fn: Callable[..., Leaves], rows: str, size: int | str = SWEEP_BATCH) -> Leaves:
         sums: Leaves | None = None
-        for batch in self.layout.sweep(self, rows):
+        for batch in self.layout.sweep(self, rows, size):
             part = self.layout.call(fn, self.leaves, self.private, batch.packed())
             sums = part if sums is None else tree.add(sums, part)
         assert sums is not None, "a sweep over no rows"

@@ -68,7 +68,7 @@ class Rule:
         pattern: which leaves.
         kind: how they travel from now on.
         only: claims only leaves that are of this kind so far (``map_prior`` turns shared into mirrored).
-        optional: a pattern that matches nothing is a warning instead of an error.
+        optional: a pattern that matches nothing is a warning instead of an error; with ``only``, not even that.
     """
 
     owner: str
@@ -152,10 +152,12 @@ class Receive:
     Args:
         plain: take the server's value of every leaf, personal ones too (to test the shared model).
         rule: whether the method's receive rule applies; False leaves kept leaves as the client last had them.
+        mirrored: take the server's value of mirrored leaves too.
     """
 
     plain: bool = False
     rule: bool = True
+    mirrored: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -175,6 +177,7 @@ class Sweep:
         copy: the copy of the model.
         taps: as for terms.
         train: whether modules are in training mode.
+        batch_size: rows of a batch, for statistics that are not sums over rows; ``"run"`` for the run's, None for any.
     """
 
     name: str
@@ -184,6 +187,7 @@ class Sweep:
     copy: str = "main"
     taps: TapChooser = ()
     train: bool = False
+    batch_size: int | Literal["run"] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

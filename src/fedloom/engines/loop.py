@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fedloom import batches, rng
+from fedloom.batches import SWEEP_BATCH
 from fedloom.bound import Bound, BoundPhase
 from fedloom.client import Desk
 from fedloom.data import Rows
@@ -49,10 +50,10 @@ class Single:
             assert made is not None
             yield made, None
 
-    def sweep(self, desk: Desk, rows: str) -> Iterator[Batch]:
+    def sweep(self, desk: Desk, rows: str, size: int | str = SWEEP_BATCH) -> Iterator[Batch]:
         """All rows in order."""
         part = rows_of(desk.participants[0], rows)
-        for low, high in batches.in_order(len(part)):
+        for low, high in batches.in_order(len(part), size):
             some = part.take(torch.arange(low, high, device=part.y.device))
             yield Batch(some.x, some.y)
 
@@ -84,17 +85,35 @@ def rows_of(person: Participant, rows: str) -> Rows:
 
 
 class LoopEngine:
-    """A ``for`` statement."""
+    """A ``for`` statement.
+
+    Args:
+        single: whether to compute with one thread, as worker processes do.
+    """
 
     name = "loop"
+
+    def __init__(self, *, single: bool = False) -> None:
+        self.single = single
 
     def run_cohort(
         self, bound: Bound, work: Work, program: Program, post: Post, participants: Sequence[Participant]
     ) -> list[Reply]:
         """One client after another."""
-        replies = []
-        for person in participants:
-            desk = Desk(bound, work, post, [person], Single())
-            desk.run(program)
-            replies += desk.replies()
-        return replies
+        before = torch.get_num_threads()
+        if self.single and before != 1:
+            torch.set_num_threads(1)
+        try:
+            replies = []
+            for person in participants:
+                desk = Desk(bound, work, post, [person], Single())
+                desk.run(program)
+                replies += desk.replies()
+            return replies
+        finally:
+            if torch.get_num_threads() != before:
+                torch.set_num_threads(before)
+
+    def facts(self) -> dict[str, Any]:
+        """What was resolved."""
+        return {"engine": self.name, "workers": 0, "events": []}

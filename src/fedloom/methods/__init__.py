@@ -1,5 +1,6 @@
 """Recipes: named methods, each a composition of parts."""
 
+from fedloom.methods.alignment import fedas
 from fedloom.methods.averaging import fedavg, fedprox, local, local_full, scaffold
 from fedloom.methods.collaboration import fedcac, fedpac
 from fedloom.methods.feature_level import feddbe, fedrod, gpfl
@@ -24,6 +25,7 @@ __all__ = [
     "fedaims",
     "fedaims_full",
     "fedala",
+    "fedas",
     "fedavg",
     "fedavg_ft",
     "fedavg_then_local",

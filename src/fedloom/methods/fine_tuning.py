@@ -7,7 +7,7 @@ from typing import Literal
 
 from fedloom.errors import UserError
 from fedloom.methods.averaging import fedavg
-from fedloom.plugins import personal
+from fedloom.plugins.personal import personal
 from fedloom.record import Method, compose
 from fedloom.registry import recipe
 from fedloom.slots import Phase, Receive, Rule

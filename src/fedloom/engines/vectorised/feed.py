@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from fedloom import batches
+from fedloom.batches import SWEEP_BATCH
 from fedloom.data import Rows
 from fedloom.types import Batch, Inputs
 
@@ -84,14 +85,16 @@ class Tick:
     """One step of a phase.
 
     Args:
+        step: the number of the step.
         clients: the first so many clients of the wave take part.
-        width: rows of each client's batch.
+        widths: rows of each client's batch, one number for each batch of the step.
         masked: whether some of these rows are padding.
         active: which of the clients move; None for all of them.
     """
 
+    step: int
     clients: int
-    width: int
+    widths: tuple[int, ...]
     masked: bool
     active: Tensor | None
 
@@ -119,6 +122,7 @@ class Feed:
         dtype: floating type of masks.
         fixed: one shape for every step: all clients, full width, mask and ``active`` always there.
         whole: all clients in every step, though shapes may change.
+        unpadded: no client that moves has padding rows: one tick for each length of batch that occurs in a step.
     """
 
     def __init__(
@@ -130,6 +134,7 @@ class Feed:
         *,
         fixed: bool = False,
         whole: bool = False,
+        unpadded: bool = False,
     ) -> None:
         self.pool = pool
         device = pool.y.device
@@ -148,7 +153,9 @@ class Feed:
                 view = index[g, i, : len(plan)]
                 view[spots < lengths[: len(plan), g, i, None]] = rows
         self.index = torch.from_numpy(np.ascontiguousarray(index.transpose(2, 0, 1, 3))).to(device)
-        self.ticks = list(self._ticks(lengths, full, device, fixed, whole))
+        self.ticks = list(
+            self._even_ticks(lengths, device) if unpadded else self._ticks(lengths, full, device, fixed, whole)
+        )
         self.masks: Tensor | None = None
         if any(t.masked for t in self.ticks):
             inside = torch.from_numpy(lengths).to(device)[..., None] > torch.arange(full, device=device)
@@ -156,7 +163,7 @@ class Feed:
 
     def _ticks(self, lengths: np.ndarray, full: int, device: torch.device, fixed: bool, whole: bool) -> Iterator[Tick]:
         live = lengths[:, 0] > 0
-        everyone = live.shape[1]
+        groups, everyone = lengths.shape[1:]
         actives = torch.from_numpy(live).to(device)
         for t in range(len(live)):
             last = int(np.flatnonzero(live[t])[-1]) + 1
@@ -165,25 +172,33 @@ class Feed:
             idle = not live[t, :clients].all()
             even = here.min() == here.max()
             if fixed:
-                yield Tick(clients, full, True, actives[t])
+                yield Tick(t, clients, (full,) * groups, True, actives[t])
             else:
-                yield Tick(clients, int(here.max()) if even else full, not even, actives[t, :clients] if idle else None)
+                active = actives[t, :clients] if idle else None
+                yield Tick(t, clients, (int(here.max()) if even else full,) * groups, not even, active)
 
-    def batch(self, t: int) -> Batch:
+    def _even_ticks(self, lengths: np.ndarray, device: torch.device) -> Iterator[Tick]:
+        for t in range(len(lengths)):
+            shapes = [tuple(lengths[t, :, i]) for i in range(lengths.shape[2])]
+            for shape in sorted({s for s in shapes if s[0]}, reverse=True):
+                here = np.array([s == shape for s in shapes])
+                active = None if here.all() else torch.from_numpy(here).to(device)
+                yield Tick(t, len(shapes), tuple(int(w) for w in shape), False, active)
+
+    def batch(self, tick: Tick) -> Batch:
         """The batch of a step."""
-        tick, made = self.ticks[t], None
+        made, t = None, tick.step
         for group in reversed(range(self.index.shape[1])):
-            mask = (
-                self.masks[t, group, : tick.clients, : tick.width] if tick.masked and self.masks is not None else None
-            )
-            made = self.pool.take(self.index[t, group, : tick.clients, : tick.width], mask, made)
+            width = tick.widths[group]
+            mask = self.masks[t, group, : tick.clients, :width] if tick.masked and self.masks is not None else None
+            made = self.pool.take(self.index[t, group, : tick.clients, :width], mask, made)
         assert made is not None
         return made
 
 
-def sweep(pool: Pool, dtype: torch.dtype) -> Iterator[Batch]:
+def sweep(pool: Pool, dtype: torch.dtype, size: int | str = SWEEP_BATCH) -> Iterator[Batch]:
     """All rows of every client in order; a client that has run out holds padding only."""
-    bounds = [batches.in_order(len(p)) for p in pool.parts]
+    bounds = [batches.in_order(len(p), size) for p in pool.parts]
     device = pool.y.device
     for step in range(max(len(b) for b in bounds)):
         here = [b[step] if step < len(b) else (0, 0) for b in bounds]

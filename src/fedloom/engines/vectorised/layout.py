@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from fedloom import batches
+from fedloom.batches import SWEEP_BATCH
 from fedloom.bound import BoundPhase
 from fedloom.client import Desk
 from fedloom.engines.loop import rows_of
@@ -26,11 +27,11 @@ class Stacked:
     Args:
         pools: rows of earlier waves that are still laid out.
         traces: traced steps, if the engine traces any.
+        unpadded: whether batches of unequal length are made one length at a time.
     """
 
-    def __init__(self, pools: feed.Pools | None = None, traces: Traces | None = None) -> None:
-        self.pools = pools or feed.Pools()
-        self.traces = traces
+    def __init__(self, pools: feed.Pools, traces: Traces | None = None, *, unpadded: bool = False) -> None:
+        self.pools, self.traces, self.unpadded = pools, traces, unpadded
 
     def gather(self, values: Sequence[Tensor]) -> Tensor:
         """Stacks the clients' values; one value that all share is expanded, not copied."""
@@ -51,15 +52,16 @@ class Stacked:
 
     def stepper(self, desk: Desk, phase: BoundPhase, leaves: Leaves) -> MappedStepper:
         """Steps of the whole wave."""
-        return MappedStepper(desk, phase, leaves, self.pools, self.traces)
+        return MappedStepper(desk, phase, leaves, self.pools, self.traces, unpadded=self.unpadded)
 
     def batches(self, desk: Desk, phase: BoundPhase) -> Iterator[tuple[Batch, Tensor | None]]:
         """Not used: the stepper lays the steps of a wave out itself."""
         raise AssertionError("a wave is fed by its stepper")
 
-    def sweep(self, desk: Desk, rows: str) -> Iterator[Batch]:
+    def sweep(self, desk: Desk, rows: str, size: int | str = SWEEP_BATCH) -> Iterator[Batch]:
         """All rows in order; a client that has run out holds padding only."""
-        return feed.sweep(self.pools.of([rows_of(p, rows) for p in desk.participants]), desk.bound.structure.dtype)
+        pool = self.pools.of([rows_of(p, rows) for p in desk.participants])
+        return feed.sweep(pool, desk.bound.structure.dtype, size)
 
     def trim(self, desk: Desk, rows: str, kept: Tensor) -> Sequence[Tensor]:
         """Per client the values of its real rows."""
