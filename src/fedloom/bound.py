@@ -164,7 +164,7 @@ def _resolve_kinds(method: Method, structure: Structure, extras: Mapping[str, Ki
         hit = [i for i in structure.leaves if matches(rule.pattern, i)]
         if rule.only is not None:
             hit = [i for i in hit if kinds[i.name] == rule.only]
-        if not hit:
+        if not hit and not (rule.optional and rule.only is not None):
             _missed(rule.owner, rule.pattern, structure, optional=rule.optional)
         for info in hit:
             if rule.only is None and owner_of.get(info.name, rule.owner) != rule.owner:

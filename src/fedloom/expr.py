@@ -6,6 +6,7 @@ import ast
 from typing import Any
 
 from fedloom.errors import UnknownName, UserError
+from fedloom.priors import PRIORS
 from fedloom.record import Method, compose
 from fedloom.registry import METHODS, PLUGINS
 
@@ -53,6 +54,12 @@ def _value(node: ast.expr, text: str, what: str) -> Any:
         return float("inf")
     if ast.unparse(node) == "-inf":
         return float("-inf")
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in PRIORS:
+        name, args, kwargs = _part(node, text, what)
+        try:
+            return PRIORS[name](*args, **kwargs)
+        except TypeError as error:
+            raise UserError(f"{what} {text!r}: {error}") from None
     try:
         return ast.literal_eval(node)
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):

@@ -1,10 +1,11 @@
 """Plug-ins: functions from method to method."""
 
-from fedloom.plugins.compress import compress
 from fedloom.plugins.aims import aims
+from fedloom.plugins.compress import compress
 from fedloom.plugins.control_variates import control_variates
 from fedloom.plugins.isr import isr
 from fedloom.plugins.lag import lag
+from fedloom.plugins.map_prior import map_prior
 from fedloom.plugins.personal import personal
 from fedloom.plugins.privacy import clip, noise
 from fedloom.plugins.prototypes import prototypes
@@ -19,6 +20,7 @@ __all__ = [
     "control_variates",
     "isr",
     "lag",
+    "map_prior",
     "noise",
     "personal",
     "prototypes",
