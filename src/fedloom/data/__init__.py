@@ -4,6 +4,7 @@ from fedloom.data.dataset import Dataset
 from fedloom.data.datasets import DATASETS, load
 from fedloom.data.federation import ClientData, Federation, Scale, to_float
 from fedloom.data.folders import from_folder, from_table, read
+from fedloom.data.frames import chunks
 from fedloom.data.generators import synthetic
 from fedloom.data.partitions import (
     PARTITIONS,
@@ -18,6 +19,7 @@ from fedloom.data.partitions import (
 )
 from fedloom.data.preprocessing import Preprocess, Preprocessing
 from fedloom.data.rows import Inputs, Rows, concatenate
+from fedloom.data.scenes import street_scenes
 from fedloom.data.tables import encode_table
 
 __all__ = [
@@ -33,6 +35,7 @@ __all__ = [
     "Rows",
     "Scale",
     "affine",
+    "chunks",
     "classes_per_client",
     "concatenate",
     "dirichlet",
@@ -45,6 +48,7 @@ __all__ = [
     "quantity",
     "read",
     "shards",
+    "street_scenes",
     "synthetic",
     "to_float",
 ]

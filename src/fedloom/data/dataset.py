@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedloom.data import frames
 from fedloom.data.dealing import Index, Labels
 from fedloom.data.federation import ClientData, Federation, Scale, to_float
 from fedloom.data.partitions import Affine, Natural, Partitioner, iid
@@ -39,6 +40,9 @@ class Dataset:
         options: Options of `load` that differ from their defaults; part of the federation's origin.
         preprocess: What to do with the columns of x once the rows are dealt.
         columns: Names of the columns of x.
+        sequences: For data made of recordings, the sequence that each training row is a frame of, rows in order of
+            time. Neighbouring frames are near-copies and are then never parted at random.
+        test_sequences: The same for the test rows.
     """
 
     name: str
@@ -52,6 +56,8 @@ class Dataset:
     options: dict[str, Any] = field(default_factory=dict)
     preprocess: Preprocess | None = None
     columns: tuple[str, ...] | None = None
+    sequences: Labels | None = None
+    test_sequences: Labels | None = None
 
     def __len__(self) -> int:
         return len(self.train) + (0 if self.test is None else len(self.test))
@@ -69,6 +75,7 @@ class Dataset:
         test: float = 0.25,
         val: float = 0.0,
         preprocess: Preprocess | Mapping[str, Any] | None = None,
+        part_frames: bool = False,
     ) -> Federation:
         """Deal the rows to clients.
 
@@ -84,6 +91,8 @@ class Dataset:
             test: Share of a client's rows that "per_client" cuts off for testing.
             val: Share of a client's remaining training rows that is cut off for validation.
             preprocess: What to do with the columns of x, instead of the data set's own; see `Preprocess`.
+            part_frames: Of recordings: deal and cut single frames at random all the same, with a warning. Without, rules
+                that would part neighbouring frames are refused, and whole sequences are held out for testing.
 
         Example:
             >>> from fedloom.data import dirichlet, load
@@ -94,24 +103,31 @@ class Dataset:
         if partitioner is None:
             partitioner = Natural() if self.groups else iid()
         split, by_group = self._check(partitioner, split, test, val)
+        film = self.sequences is not None and not part_frames
+        if self.sequences is not None:
+            frames.check_neighbours(self.name, partitioner, part_frames)
+        pool, groups, sequences = self._pool(split)
         if clients is None:
-            clients = len(self.groups) if by_group else _DEFAULT_CLIENTS
-        pool, groups = self._pool(split)
+            clients = len(np.unique(groups)) if by_group else _DEFAULT_CLIENTS
         labels = _classes(pool.y, partitioner)
         parts = partitioner(groups if by_group else labels, clients, stream(seed, "partition"))
-        ids = [self.groups[groups[part[0]]] if by_group else str(k) for k, part in enumerate(parts)]
-        tests = self._tests(
-            split, [labels[part] for part in parts], [groups[part[0]] for part in parts], by_group, seed
-        )
+        owners = [int(groups[part[0]]) for part in parts]
+        ids = _ids([self.groups[owner] for owner in owners]) if by_group else [str(k) for k in range(len(parts))]
+        tests = self._tests(split, [labels[part] for part in parts], owners, by_group, seed, film)
         made = []
         for name, part, held_out in zip(ids, parts, tests, strict=True):
             share = test if split == "per_client" else 0.0
-            train, off, checked = three_way(labels[part], share, val, stream(seed, "split", name))
+            cutting = stream(seed, "split", name)
+            if film:
+                train, off, checked = frames.three_way(sequences[part], share, val, cutting)
+            else:
+                train, off, checked = three_way(labels[part], share, val, cutting)
             held_out = _take(pool, part[off]) if split == "per_client" else held_out
             client = ClientData(name, pool.take(torch.from_numpy(part[train])), held_out, _take(pool, part[checked]))
             made.append(_skew(client, partitioner, self.scale, seed) if isinstance(partitioner, Affine) else client)
         origin = {"name": self.name, "partition": str(partitioner), "clients": clients, "seed": seed}
         origin |= {"split": split, "test": test, "val": val, "options": self.options}
+        origin |= {"part_frames": True} if part_frames else {}
         scale = None if isinstance(partitioner, Affine) else self.scale
         federation = Federation(tuple(made), None, self.name, self.classes, scale, origin)
         spec = self.preprocess if preprocess is None else Preprocess.of(preprocess)
@@ -121,7 +137,7 @@ class Dataset:
         """The split to use, and whether clients are the natural ones."""
         if not isinstance(rule, Partitioner):
             raise UserError(f"partition: got {rule!r}; expected a rule such as fl.dirichlet(0.3) or fl.iid().")
-        by_group = isinstance(rule.base if isinstance(rule, Affine) else rule, Natural)
+        by_group = isinstance(rule.base if isinstance(rule, Affine) else rule, (Natural, frames.Chunks))
         if by_group and not self.groups:
             raise UserError(f"data set {self.name!r} has no natural clients. Use fl.iid() or fl.dirichlet(0.3).")
         if split is None:
@@ -134,23 +150,31 @@ class Dataset:
         check_share("val", val)
         return split, by_group
 
-    def _pool(self, split: str) -> tuple[Rows, Labels]:
-        """The rows to deal, and the natural client of each (0 where there are none)."""
-        pool, groups = self.train, [self.train_groups]
+    def _pool(self, split: str) -> tuple[Rows, Labels, Labels]:
+        """The rows to deal, and the natural client and the sequence of each (0 where there are none)."""
+        pool, groups, sequences = self.train, [self.train_groups], [self.sequences]
         if split == "per_client" and self.test is not None:
             pool = concatenate([self.train, self.test])
             groups.append(self.test_groups)
-        known = [g for g in groups if g is not None]
-        return pool, np.concatenate(known) if known else np.zeros(len(pool), np.int64)
+            sequences.append(self.test_sequences)
+
+        def joined(parts: list[Labels | None]) -> Labels:
+            known = [part for part in parts if part is not None]
+            return np.concatenate(known) if known else np.zeros(len(pool), np.int64)
+
+        return pool, joined(groups), joined(sequences)
 
     def _tests(
-        self, split: str, train: list[Labels], groups: list[np.int64], by_group: bool, seed: int
+        self, split: str, train: list[Labels], groups: list[int], by_group: bool, seed: int, film: bool
     ) -> list[Rows | None]:
         """Each client's share of the official test rows."""
         if split == "per_client" or self.test is None:
             return [None] * len(train)
         if split == "shared":
             return [self.test] * len(train)
+        if film and self.test_groups is not None:
+            dealt = frames.deal_tests(self.test_groups, groups, [len(labels) for labels in train])
+            return [_take(self.test, index) for index in dealt]
         if by_group and self.test_groups is not None:
             return [_take(self.test, np.flatnonzero(self.test_groups == group)) for group in groups]
         dealt = matched(train, _classes(self.test.y), stream(seed, "split"))
@@ -171,6 +195,12 @@ def cut_client(name: str, rows: Rows, test: float, val: float, seed: int) -> Cli
     check_share("val", val)
     train, off, checked = three_way(_classes(rows.y), test, val, stream(seed, "split", name))
     return ClientData(name, rows.take(torch.from_numpy(train)), _take(rows, off), _take(rows, checked))
+
+
+def _ids(names: list[str]) -> list[str]:
+    """Names of clients, numbered where several bear the same one."""
+    many = {name for name in names if names.count(name) > 1}
+    return [f"{name}-{names[:k].count(name) + 1}" if name in many else name for k, name in enumerate(names)]
 
 
 def _take(rows: Rows, index: Index) -> Rows | None:

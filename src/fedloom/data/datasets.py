@@ -15,6 +15,7 @@ from fedloom.data import clinical, images
 from fedloom.data.dataset import Dataset
 from fedloom.data.generators import synthetic
 from fedloom.data.rows import Rows
+from fedloom.data.scenes import street_scenes
 from fedloom.errors import UnknownName, UserError
 
 
@@ -43,6 +44,7 @@ DATASETS: dict[str, Callable[..., Dataset]] = {
     "heart_disease": clinical.heart_disease,
     "mnist": images.mnist,
     "office_caltech10": images.office_caltech10,
+    "street_scenes": street_scenes,
     "synthetic": synthetic,
     "tcga_brca": clinical.tcga_brca,
 }
