@@ -1,0 +1,235 @@
+"""The work of a site: a letter comes in, its programs run on the site's own rows, a package goes out."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from flwr.app import Context
+from flwr.app import Message as FlowerMessage
+from flwr.clientapp import ClientApp
+
+import fedloom
+from fedloom.bound import Bound
+from fedloom.client import Desk
+from fedloom.engines.flower import programs as named
+from fedloom.engines.flower.codes import Code, Refusal
+from fedloom.engines.flower.state import SiteStore
+from fedloom.engines.flower.wire import Answer, Job, Letter, Malformed, Package, pack_package, unpack_letter
+from fedloom.engines.loop import Single
+from fedloom.store.packing import plain
+from fedloom.tasks import Task
+from fedloom.types import Leaves
+from fedloom.work import ClientState, Participant, Post, Reply, Site, Work
+
+log = logging.getLogger("fedloom.site")
+
+
+@dataclass(slots=True)
+class Bench:
+    """All that a site needs for one run: the bound methods by the round after which they take over, options, rows."""
+
+    bounds: Mapping[int, Bound]
+    work: Work
+    site: Site
+    _declared: dict[tuple[int, str], named.Declared] = field(default_factory=dict)
+
+    def declared(self, stage: int, program: str) -> named.Declared:
+        """What a program of a bound method may send."""
+        kind = named.SETUP if program == named.SETUP else named.ROUND
+        if (stage, kind) not in self._declared:
+            sample = named.Sample.of(self.site.train)
+            self._declared[stage, kind] = named.declared(self.bounds[stage], self.work, sample, kind)
+        return self._declared[stage, kind]
+
+
+@dataclass(slots=True)
+class Workshop:
+    """A site at work.
+
+    Args:
+        name: the site.
+        benches: the runs that share a message.
+        store: the site's own folder.
+        share_rows: whether outputs and targets of test rows may leave, so that the server can pool them; without, the
+            metrics of such tasks are computed here and only they leave.
+    """
+
+    name: str
+    benches: Mapping[str, Bench]
+    store: SiteStore
+    share_rows: bool = False
+
+    def facts(self) -> dict[str, Any]:
+        """What a site says of itself: numbers of rows, its version, and which models it has."""
+        return {
+            "version": fedloom.__version__,
+            "rows": {
+                key: {part: 0 if rows is None else len(rows) for part, rows in _parts(bench.site).items()}
+                for key, bench in self.benches.items()
+            },
+            "models": {key: fingerprint(bench.bounds) for key, bench in self.benches.items()},
+        }
+
+    def reply(self, letter: Letter) -> Package:
+        """Works through a letter; a job that fails leaves a code in its place."""
+        answers = tuple(self._answer(letter.experiment, job) for job in letter.jobs)
+        return Package(self.name, {} if letter.jobs else self.facts(), answers)
+
+    def _answer(self, experiment: str, job: Job) -> Answer:
+        try:
+            return self.perform(experiment, job)
+        except Refusal as refusal:
+            log.error("round %d, %s, %s: %s", job.post.round, job.run, job.program, refusal.reason)
+            return Answer(code=refusal.code)
+        except Exception:
+            log.exception("round %d, %s, %s", job.post.round, job.run, job.program)
+            return Answer(code=Code.FAILED)
+
+    def perform(self, experiment: str, job: Job) -> Answer:
+        """One program: the definition of right is :class:`fedloom.client.Desk` with one client."""
+        bench = self.benches.get(job.run)
+        if bench is None or job.stage not in bench.bounds:
+            raise Refusal(Code.UNKNOWN_JOB, f"no run {job.run!r} (stage {job.stage})")
+        bound = bench.bounds[job.stage]
+        state = self.store.load(experiment, job.run, job.base)
+        desk = desk_for(bench, job, state)
+        program = named.programs(bound).get(job.program)
+        if not program:
+            raise Refusal(Code.UNKNOWN_JOB, f"no program {job.program!r}")
+        desk.run(program)
+        (reply,) = desk.replies()
+        if named.trains(job.program):
+            named.check_leaving(reply.message, bench.declared(job.stage, job.program), reply.state.leaves)
+            kept = replace(reply.state, rounds=0) if job.program == named.SETUP else reply.state
+            self.store.save(experiment, job.run, job.post.round, kept, job.base)
+        elif job.program == named.OWN:
+            self.store.save_model(experiment, job.run, _model(job))
+        return self._packed(bound.task, reply, sends=named.trains(job.program))
+
+    def _packed(self, task: Task, reply: Reply, *, sends: bool) -> Answer:
+        judged: dict[str, tuple[Leaves, Leaves]] = {}
+        for name, (sums, rows) in reply.judged.items():
+            if rows and not self.share_rows:
+                sums, rows = numbers(task, sums, rows), {}
+            judged[name] = (sums, rows)
+        return Answer(message=reply.message if sends else {}, steps=reply.steps, loss=reply.loss, judged=judged)
+
+
+def desk_for(bench: Bench, job: Job, state: ClientState) -> Desk:
+    """The desk of a job: what was sent laid over what the site makes itself."""
+    bound = bench.bounds[job.stage]
+    unknown = next((n for n in (*job.post.leaves, *job.post.gate) if n not in bound.start), None)
+    if unknown is not None:
+        raise Refusal(Code.PLAN, f"the server sent the leaf {unknown!r}, which the model here does not have")
+    for name, value in job.post.leaves.items():
+        if value.shape != bound.start[name].shape or value.dtype != bound.start[name].dtype:
+            raise Refusal(
+                Code.PLAN, f"the server's leaf {name!r} is {tuple(value.shape)} {value.dtype}, here it is not"
+            )
+    post = replace(job.post, leaves={n: job.post.leaves.get(n, v) for n, v in bound.start.items()})
+    person = Participant(bench.site, state, job.addressed, job.key, job.share)
+    return Desk(bound, bench.work, post, [person], Single())
+
+
+def numbers(task: Task, sums: Leaves, rows: Leaves) -> Leaves:
+    """A site's metrics as tensors; NaN where there is none. :func:`remote` reads them again."""
+    return {
+        name: torch.tensor(float("nan") if value is None else value, dtype=torch.float64)
+        for name, value in task.judge(sums, rows).items()
+    }
+
+
+def remote(task: Task) -> Task:
+    """A task as the server of a deployment judges it: by metrics that sites computed, where rows would have to leave."""
+    if task.statistics is not None:
+        return task
+    return replace(task, summarise=_read_numbers)
+
+
+def _read_numbers(sums: Leaves) -> dict[str, float | None]:
+    return {name: None if bool(value.isnan()) else float(value) for name, value in sums.items()}
+
+
+def fingerprint(bounds: Mapping[int, Bound]) -> str:
+    """SHA-256 of every leaf's name, kind and form, and of the values of those that do not travel."""
+    digest = hashlib.sha256()
+    for stage, bound in bounds.items():
+        for name, spec in bound.specs.items():
+            value = bound.start[name]
+            digest.update(f"{stage} {name!r} {spec.kind} {tuple(value.shape)} {value.dtype}\n".encode())
+            if not spec.sent and value.numel():
+                digest.update(plain(value).reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _parts(site: Site) -> dict[str, Any]:
+    return {"train": site.train, "test": site.test, "val": site.val}
+
+
+def _model(job: Job) -> dict[str, Any]:
+    post: Post = job.post
+    return {
+        "stage": job.stage,
+        "base": job.base,
+        "leaves": post.leaves,
+        "broadcast": post.broadcast,
+        "gate": post.gate,
+        "round": post.round,
+        "cohort": post.cohort,
+        "population": post.population,
+        "addressed": job.addressed,
+    }
+
+
+def client_app(open_workshop: Callable[[Letter, Context], Workshop], name: str = "") -> ClientApp:
+    """A Flower client that works through letters and never lets an exception, or its text, out.
+
+    Args:
+        open_workshop: the site's workshop for a letter.
+        name: the site, for packages that are sent before the workshop is open.
+    """
+    app = ClientApp()
+
+    @app.train()  # type: ignore[untyped-decorator, unused-ignore]
+    def train(message: FlowerMessage, context: Context) -> FlowerMessage:
+        site = str(context.node_config.get("site", name))
+        try:
+            package = _opened(message, context, open_workshop, site)
+        except Refusal as refusal:
+            log.error("%s", refusal.reason)
+            package = Package(site, code=refusal.code)
+        except Exception:
+            log.exception("a letter could not be answered")
+            package = Package(site, code=Code.FAILED)
+        return FlowerMessage(pack_package(package), reply_to=message)
+
+    return app
+
+
+def _opened(
+    message: FlowerMessage, context: Context, open_workshop: Callable[[Letter, Context], Workshop], site: str
+) -> Package:
+    try:
+        letter = unpack_letter(message.content)
+    except Malformed as error:
+        raise Refusal(Code.MALFORMED, f"the message holds {error}") from None
+    return open_workshop(letter, context).reply(letter)
+
+
+def log_to(path: Path) -> None:
+    """Sends the site's log to a file of its own, once."""
+    for known in log.handlers:
+        if isinstance(known, logging.FileHandler) and Path(known.baseFilename) == path.resolve():
+            return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handler = logging.FileHandler(path, encoding="utf-8")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    log.propagate = False

@@ -1,0 +1,99 @@
+"""What a site keeps, in its own folder: personal leaves, memory, and the last model it was sent.
+
+``FOLDER/<experiment>/<run>/round-000012.safetensors`` is the state after round 12. Two versions are kept, the one that a round
+began from and the one that it made, so a round whose reply was lost can be played again from where it began. A file is written
+under another name and renamed; its header holds an outline in JSON, nothing is pickled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+
+from fedloom.engines.flower.codes import Code, Refusal
+from fedloom.errors import UserError
+from fedloom.store import disk
+from fedloom.store.packing import pack, read, state_tree, unpack
+from fedloom.work import ClientState
+
+_LONGEST = 80
+MODEL = "model.safetensors"
+
+
+def folder_name(text: str) -> str:
+    """A text as the name of a folder: readable, safe on any system, and never the same for two texts.
+
+    Example:
+        >>> folder_name("fedavg"), folder_name("fedprox(mu=0.1) + clip(1.0)")
+        ('fedavg', 'fedprox%28mu%3D0.1%29%20%2B%20clip%281.0%29')
+    """
+    name = disk.file_name(text)
+    if len(name) <= _LONGEST:
+        return name
+    return f"{name[:_LONGEST]}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+
+
+class SiteStore:
+    """The folder of one site.
+
+    Args:
+        folder: where; it is made if need be.
+        device: where tensors are wanted.
+    """
+
+    def __init__(self, folder: str | Path, device: torch.device | None = None) -> None:
+        self.folder = Path(folder)
+        self.device = device or torch.device("cpu")
+
+    def place(self, experiment: str, run: str) -> Path:
+        """The folder of a run of an experiment."""
+        return self.folder / folder_name(experiment) / folder_name(run)
+
+    def load(self, experiment: str, run: str, round: int | None) -> ClientState:
+        """The state after a round; a fresh one for None."""
+        if round is None:
+            return ClientState()
+        path = self._path(experiment, run, round)
+        return ClientState(**self._read(path))
+
+    def save(self, experiment: str, run: str, round: int, state: ClientState, base: int | None) -> None:
+        """Writes the state after a round, and forgets all others but the one that the round began from."""
+        path = self._path(experiment, run, round)
+        with disk.writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+        disk.write(path, pack(state_tree(state)))
+        kept = {path.name} | (set() if base is None else {self._path(experiment, run, base).name})
+        for old in path.parent.glob("round-*.safetensors"):
+            if old.name not in kept:
+                disk.remove(old)
+
+    def rounds(self, experiment: str, run: str) -> list[int]:
+        """The rounds whose states are kept."""
+        found = self.place(experiment, run).glob("round-*.safetensors")
+        return sorted(int(path.name[6:].split(".")[0]) for path in found)
+
+    def save_model(self, experiment: str, run: str, content: dict[str, Any]) -> None:
+        """Keeps what is needed to use the site's own model: the last post and the round of the state beside it."""
+        path = self.place(experiment, run) / MODEL
+        with disk.writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+        disk.write(path, pack(content))
+
+    def load_model(self, experiment: str, run: str) -> dict[str, Any]:
+        """The inverse of :meth:`save_model`."""
+        made = self._read(self.place(experiment, run) / MODEL)
+        assert isinstance(made, dict)
+        return made
+
+    def _path(self, experiment: str, run: str, round: int) -> Path:
+        return self.place(experiment, run) / f"round-{round:06d}.safetensors"
+
+    def _read(self, path: Path) -> Any:
+        try:
+            return unpack(read(path), self.device)
+        except (UserError, KeyError, TypeError, ValueError, SafetensorError) as error:
+            raise Refusal(Code.STATE, f"{path} is missing or damaged: {error}") from None
