@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -13,6 +14,8 @@ from fedloom.tasks import Task
 from fedloom.tasks.base import Metrics
 from fedloom.types import Leaves
 from fedloom.work import Reply
+
+_POINT = 0.01
 
 
 def own_metrics(
@@ -54,3 +57,17 @@ def summary(task: Task, clients: Mapping[str, Metrics]) -> Metrics:
     record[f"{p}_worst10"] = statistics.fmean(worst)
     record[f"{p}_weighted"] = math.fsum(v * n for v, n in pairs) / max(math.fsum(n for _, n in pairs), 1)
     return record
+
+
+def absent_note(task: Task, record: Mapping[str, Any]) -> str | None:
+    """A sentence where clients that never took part move the mean by more than a point."""
+    everyone, part = record.get(task.primary), record.get(f"{task.primary}_participants")
+    if everyone is None or part is None:
+        return None
+    scale = 1.0 if task.higher_is_better else max(abs(everyone), 1e-12)
+    if abs(everyone - part) <= _POINT * scale:
+        return None
+    return (
+        f"clients that never took part change the mean: {task.primary} is {everyone:.4f} over all clients and "
+        f"{part:.4f} over those that took part"
+    )

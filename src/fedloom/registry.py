@@ -155,12 +155,12 @@ def _arguments(entry: Entry, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
         takes = ", ".join(signature.parameters) or "none"
         raise UserError(f"{entry.name}: {error}; its hyper-parameters are {takes}") from None
     for bound in entry.bounds:
-        _check(entry.name, bound, given)
+        check_bound(entry.name, bound, given)
     return given
 
 
-def _check(name: str, bound: str, given: Mapping[str, Any]) -> None:
-    """Checks ``"mu >= 0"`` or ``"0 < share <= 1"``."""
+def check_bound(name: str, bound: str, given: Mapping[str, Any]) -> None:
+    """Raises where a value is outside ``"mu >= 0"`` or ``"0 < share <= 1"``; a value that is not given or None is inside."""
     parts = re.split(r"\s*(<=|>=|<|>)\s*", bound.strip())
     key = next(p for p in parts[::2] if p.isidentifier() and p not in ("inf",))
     if key not in given or given[key] is None:

@@ -12,16 +12,20 @@ import torch
 from fedloom import evaluation, sampling, server, tree
 from fedloom.bound import Bound
 from fedloom.client import Desk
+from fedloom.data import Rows
 from fedloom.engines import Engine
 from fedloom.engines.loop import Single
 from fedloom.errors import RunError
+from fedloom.options import Participation
 from fedloom.server import Dispatch, Outcome, ServerState
-from fedloom.slots import Judge, Program, Receive
+from fedloom.slots import Judge, Program, Receive, Send, Step
 from fedloom.tasks.base import Metrics
 from fedloom.types import Cohort, Memory
 from fedloom.work import ClientState, Participant, Post, Reply, Site, Work
 
 Record = dict[str, Any]
+
+SERVER = "server"
 
 
 @dataclass(slots=True)
@@ -38,6 +42,9 @@ class Run:
         clients: what each client keeps.
         judges: the sites on whose rows models are tested, and the site whose state each uses.
         last: metrics of the last evaluation, by client.
+        participation: who takes part in a round.
+        trace: who is available in each round, where participation says so.
+        moments: when the clients of a round are tested besides its end: ``before`` and ``after`` their training.
     """
 
     bound: Bound
@@ -50,6 +57,9 @@ class Run:
     later: Mapping[int, Bound] = field(default_factory=dict)
     judges: Mapping[str, tuple[Site, str]] = field(default_factory=dict)
     last: dict[str, Metrics] = field(default_factory=dict)
+    participation: Participation = field(default_factory=Participation)
+    trace: sampling.Trace = ()
+    moments: tuple[str, ...] = ()
 
     def at(self, round: int) -> Bound:
         """The bound method in force in a round."""
@@ -97,17 +107,37 @@ class Run:
             self.clients[reply.id] = replace(reply.state, rounds=0)
         self.state = server.aggregate(self.bound, self.state, replies, cohort, "setup")
 
+    def drawn(self, round: int) -> sampling.Drawn:
+        """Who takes part in a round."""
+        rows = {name: len(site.train) for name, site in self.sites.items()}
+        everyone = self.at(round).method.schedule.participation == "all"
+        return sampling.draw(self.participation, self.trace, self.work.seed, round, rows, self.size, everyone=everyone)
+
     def play(
-        self, ids: Sequence[str], round: int, shares: Mapping[str, float] | None = None
+        self,
+        ids: Sequence[str],
+        round: int,
+        shares: Mapping[str, float] | None = None,
+        dropped: Sequence[str] = (),
     ) -> tuple[Outcome, Dispatch]:
-        """One round: prepare, clients, reduce, stages. Nothing is kept of a reply that is rejected."""
+        """One round: prepare, clients, reduce, stages. Nothing is kept of a reply that is rejected.
+
+        Args:
+            ids: the clients that are asked.
+            round: the round, from 1.
+            shares: share of their steps that stragglers make.
+            dropped: clients that were asked and send nothing; where all are, the round changes nothing.
+        """
         bound = self.at(round)
         if round - 1 in self.later:
             self.state = server.handed_over(bound, self.state)
         self.state, sent = server.dispatch(bound, self.state, self.cohort(ids, round))
-        people = [self.participant(i, sent, (shares or {}).get(i, 1.0)) for i in ids]
-        replies = self.engine.run_cohort(bound, self.work, bound.method.schedule.round, sent.post, people)
-        outcome = server.sort_replies(bound, replies, round)
+        working = [i for i in ids if i not in dropped]
+        if not working:
+            self.state = replace(self.state, round=round)
+            return Outcome(), sent
+        people = [self.participant(i, sent, (shares or {}).get(i, 1.0)) for i in working]
+        outcome = server.sort_replies(bound, self._replies(bound, sent.post, people), round)
         if not outcome.accepted:
             reasons = "; ".join(f"client {r.client}: {r.reason}" for r in outcome.rejected) or "no client made a step"
             raise RunError(
@@ -117,9 +147,46 @@ class Run:
         self.state = server.aggregate(bound, self.state, outcome.accepted, accepted)
         for reply in outcome.accepted:
             self.clients[reply.id] = reply.state
+        self._own_work(bound, round)
         return outcome, sent
 
+    def _own_work(self, bound: Bound, round: int) -> None:
+        """The server's own program: the server as one more participant, with the rows that it holds."""
+        program, rows = bound.method.schedule.server, bound.method.server.rows
+        if not program or rows is None:
+            return
+        x, y = rows(self.state.memory)
+        site = Site(SERVER, Rows(x, y), None, None, y.cpu().numpy(), torch.zeros(0, device=y.device))
+        cohort = replace(self.cohort([], round), ids=(SERVER,), rows=(len(y),))
+        _, sent = server.dispatch(bound, self.state, cohort)
+        desk = Desk(bound, self.work, sent.post, [Participant(site, ClientState())], Single())
+        desk.run(program)
+        (reply,) = desk.replies()
+        self.state = replace(self.state, leaves=server.apply(self.state.leaves, reply.message))
+
+    def _replies(self, bound: Bound, post: Post, people: Sequence[Participant]) -> list[Reply]:
+        """The clients' work; those that have test rows are tested in between, where the run asks for it."""
+        program = bound.method.schedule.round
+        if not self.moments:
+            return self.engine.run_cohort(bound, self.work, program, post, people)
+        tested = [p for p in people if p.site.test is not None]
+        others = [p for p in people if p.site.test is None]
+        found: dict[str, Reply] = {}
+        for group, steps in ((tested, with_judgements(program, self.moments)), (others, program)):
+            if group:
+                found |= {r.id: r for r in self.engine.run_cohort(bound, self.work, steps, post, group)}
+        return [found[p.site.id] for p in people]
+
     # Evaluation.
+
+    def validate(self, ids: Iterable[str]) -> dict[str, Metrics]:
+        """Metrics of clients' own models on their validation rows."""
+        bound = self.at(self.state.round)
+        sizes = {n: len(rows) for n in ids if (rows := self.judges[n][0].val) is not None}
+        if not sizes:
+            return {}
+        program = (*bound.method.schedule.adapt, Judge(rows="val"))
+        return evaluation.own_metrics(bound.task, self.judged(bound, program, list(sizes)), sizes)
 
     def evaluate(self, ids: Iterable[str], *, shared: bool = True) -> tuple[dict[str, Metrics], Metrics | None]:
         """Metrics of clients' own models on their test rows, and of the shared model on all of them."""
@@ -169,32 +236,29 @@ def rounds(
     total: int,
     play: Callable[[int], Record],
     *,
-    evaluate: Callable[[int], Record],
+    evaluate: Callable[[int, Record], Record],
     after: Callable[[Record], bool],
-) -> list[Record]:
+) -> None:
     """THE round loop.
 
     Args:
         run: the run; it may have played some rounds already.
         total: number of rounds.
         play: plays a round in the run's mode and returns its facts.
-        evaluate: returns the metrics of a round (nulls where it is not evaluated).
-        after: called with each record; true stops the run.
+        evaluate: returns the metrics of a round, given its facts (nulls where it is not evaluated).
+        after: called with each record, which it may complete; true stops the run.
     """
-    history: list[Record] = []
     for round in range(run.state.round + 1, total + 1):
         begun = time.perf_counter()
         facts = play(round)
         synchronise(run)
         played = time.perf_counter()
-        metrics = evaluate(round)
+        metrics = evaluate(round, facts)
         done = time.perf_counter()
         times = {"seconds": played - begun, "seconds_eval": done - played, "seconds_total": done - begun}
         record = {"round": round, **facts, **metrics, **times}
-        history.append(record)
         if after(record):
             break
-    return history
 
 
 def synchronise(run: Run) -> None:
@@ -203,30 +267,61 @@ def synchronise(run: Run) -> None:
         torch.cuda.synchronize()
 
 
+def with_judgements(program: Program, moments: Sequence[str]) -> Program:
+    """A round's program that also tests the client's model before and after its training."""
+    steps: list[Step] = []
+    for step in program:
+        if isinstance(step, Send) and "after" in moments:
+            steps.append(Judge(name="after"))
+        steps.append(step)
+        if isinstance(step, Receive) and "before" in moments:
+            steps.append(Judge(name="before"))
+    return tuple(steps)
+
+
 def traffic(bound: Bound, replies: Sequence[Reply], sent: Dispatch, asked: Sequence[str], newcomers: int = 0) -> Record:
-    """Bytes of a round: tensors really sent, broadcast counted once per client."""
+    """Bytes of a round: tensors really sent, broadcast counted once per client; uploads also by kind."""
     down = server.bytes_down(bound, sent) * (len(asked) - newcomers)
     if newcomers:
         down += server.bytes_down(bound, sent, newcomer=True) * newcomers
     for name in asked:
         down += sum(tree.size_in_bytes(v) for v in sent.addressed[name].values())
     wire = {entry: size for stage in bound.method.upload for entry, size in stage.wire.items()}
-    up = sum(wire.get(e, tree.size_in_bytes)(v) for reply in replies for e, v in reply.message.items())
-    return {"bytes_up": up, "bytes_down": down}
+    kinds: dict[str, int] = {}
+    for reply in replies:
+        for entry, value in reply.message.items():
+            parts = {_KINDS.get(entry, entry): value}
+            if entry not in wire and "count" in value and entry not in _KINDS:
+                parts = {entry: {k: v for k, v in value.items() if k != "count"}, "counts": {"count": value["count"]}}
+            for kind, part in parts.items():
+                kinds[kind] = kinds.get(kind, 0) + wire.get(entry, tree.size_in_bytes)(part)
+    return {"bytes_up": sum(kinds.values()), "bytes_down": down, "bytes_up_by_kind": kinds}
+
+
+_KINDS = {"delta": "parameters", "buffers": "buffers", "counters": "buffers"}
 
 
 def federated(run: Run, round: int) -> Record:
     """One round over the sites."""
-    everyone = run.at(round).method.schedule.participation == "all"
-    ids = sampling.sample(run.work.seed, round, tuple(run.sites), len(run.sites) if everyone else run.size)
-    newcomers = sum(run.state_of(i).rounds == 0 for i in ids) if round > 1 else 0
-    outcome, sent = run.play(ids, round)
+    drawn = run.drawn(round)
+    newcomers = sum(run.state_of(i).rounds == 0 for i in drawn.ids) if round > 1 else 0
+    outcome, sent = run.play(drawn.ids, round, drawn.shares, drawn.dropped)
     losses = [r.loss for r in outcome.accepted if r.loss is not None]
-    return {
+    record: Record = {
         "train_loss": sum(losses) / len(losses) if losses else None,
-        **traffic(run.at(round), outcome.accepted, sent, ids, newcomers),
+        **traffic(run.at(round), outcome.accepted, sent, drawn.ids, newcomers),
         **server.reports(run.at(round), run.state),
-        "clients": list(ids),
+        "clients": list(drawn.ids),
         "skipped": outcome.skipped,
         "rejected": [{"client": r.client, "round": r.round, "reason": r.reason} for r in outcome.rejected],
     }
+    if run.participation.dropout:
+        record["dropped"] = list(drawn.dropped)
+    if run.participation.stragglers:
+        record["stragglers"] = list(drawn.shares)
+    task = run.bound.task
+    for moment in run.moments:
+        scores = [task.judge(*r.judged[moment]).get(task.primary) for r in outcome.accepted if moment in r.judged]
+        known = [v for v in scores if v is not None]
+        record[f"{task.primary}_{moment}"] = sum(known) / len(known) if known else None
+    return record

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import csv
 import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
 
 from fedloom import rng
 from fedloom.errors import UserError
+from fedloom.options import Participation
+
+Trace = tuple[tuple[str, ...], ...]
 
 
 def cohort_size(cohort: float | int, clients: int) -> int:
@@ -32,3 +41,99 @@ def sample(seed: int, round: int, ids: tuple[str, ...], size: int) -> tuple[str,
         return ids
     chosen = rng.stream(seed, "sample", round).choice(len(ids), size=size, replace=False)
     return tuple(ids[i] for i in sorted(chosen))
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """The clients of a round.
+
+    Args:
+        ids: who was asked, in federation order.
+        dropped: those of them who send nothing.
+        shares: share of their steps that stragglers make.
+    """
+
+    ids: tuple[str, ...]
+    dropped: tuple[str, ...] = ()
+    shares: dict[str, float] = field(default_factory=dict)
+
+
+def draw(
+    options: Participation, trace: Trace, seed: int, round: int, rows: Mapping[str, int], size: int, *, everyone: bool
+) -> Drawn:
+    """Who takes part in a round, by the rules of a run.
+
+    Args:
+        options: the rules.
+        trace: who is available in each round, for the rule ``trace``.
+        seed: the run's.
+        round: the round, from 1.
+        rows: every client's training rows, in federation order.
+        size: clients in a round.
+        everyone: the method asks for every client.
+    """
+    ids = tuple(rows)
+    if everyone:
+        chosen = ids
+    elif options.rule == "uniform":
+        chosen = sample(seed, round, ids, size)
+    elif options.rule == "size":
+        chosen = _by_size(seed, round, rows, size)
+    elif options.rule == "cyclic":
+        first = (round - 1) * size
+        places = sorted({(first + i) % len(ids) for i in range(min(size, len(ids)))})
+        chosen = tuple(ids[i] for i in places)
+    else:
+        there = set(trace[(round - 1) % len(trace)])
+        chosen = sample(seed, round, tuple(i for i in ids if i in there), size)
+    if not options.dropout and not options.stragglers:
+        return Drawn(chosen)
+    dropped, shares = [], {}
+    for name in chosen:
+        stream = rng.stream(seed, "availability", name, round)
+        gone, slow, work = stream.random(3)
+        if gone < options.dropout:
+            dropped.append(name)
+        elif slow < options.stragglers:
+            shares[name] = options.min_work + (1 - options.min_work) * float(work)
+    return Drawn(chosen, tuple(dropped), shares)
+
+
+def _by_size(seed: int, round: int, rows: Mapping[str, int], size: int) -> tuple[str, ...]:
+    """In proportion to training rows, without replacement."""
+    ids = tuple(rows)
+    if size >= len(ids):
+        return ids
+    weights = np.array([rows[i] for i in ids], np.float64)
+    chosen = rng.stream(seed, "sample", round).choice(len(ids), size=size, replace=False, p=weights / weights.sum())
+    return tuple(ids[i] for i in sorted(chosen))
+
+
+def read_trace(path: str | Path, ids: Sequence[str]) -> Trace:
+    """Who is available in each round: a CSV file with the columns ``round`` (from 1) and ``client``."""
+    try:
+        with open(path, newline="", encoding="utf-8") as file:
+            table = csv.DictReader(file)
+            if not {"round", "client"} <= set(table.fieldnames or ()):
+                raise UserError(f"participation.trace {path}: expected a CSV file with the columns round and client")
+            lines = [(row["round"], row["client"]) for row in table]
+    except OSError as error:
+        raise UserError(f"participation.trace: cannot read {path}: {error.strerror}") from None
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise UserError(f"participation.trace {path}: {error}") from None
+    known, found = set(ids), dict[int, list[str]]()
+    for number, (round, client) in enumerate(lines, start=2):
+        if not str(round).isdecimal() or int(round) < 1 or int(round) > 10**7:
+            raise UserError(f"participation.trace {path}, line {number}: round {round!r}; expected 1, 2, 3, ...")
+        if client not in known:
+            raise UserError(f"participation.trace {path}, line {number}: unknown client {client!r}")
+        found.setdefault(int(round), []).append(client)
+    last = max(found, default=0)
+    for round in range(1, last + 1):
+        if round not in found:
+            raise UserError(
+                f"participation.trace {path}: nobody is available in round {round}; add a client or leave a round out"
+            )
+    if not found:
+        raise UserError(f"participation.trace {path} names no client")
+    return tuple(tuple(found[r]) for r in range(1, last + 1))

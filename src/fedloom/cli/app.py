@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 import fedloom
-from fedloom.cli import listing, showing
+from fedloom.cli import listing, running, showing
 
 HELP = """Personalised federated learning on PyTorch.
 
@@ -40,4 +40,5 @@ def top(
 
 
 app.command("demo")(showing.demo)
+app.command("run")(running.run)
 app.command("list")(listing.names)

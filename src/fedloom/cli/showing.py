@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,7 +11,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from fedloom import data, models, optim, registry
+from fedloom import data, optim, registry
+from fedloom.errors import UserError
 from fedloom.gains import Gain, gain
 from fedloom.result import Result
 from fedloom.simulation import fit
@@ -41,6 +41,8 @@ def demo(
 ) -> None:
     """Train local models, FedAvg and personalised methods on handwritten digits, side by side (about a minute)."""
     console = Console(stderr=True, quiet=quiet or as_json)
+    if out.is_dir() and any(out.iterdir()):
+        raise UserError(f"{out} is not empty; choose another folder with --out, or remove it")
     federation = data.load("digits").partition(data.dirichlet(0.3), clients=CLIENTS, seed=0)
     console.print(
         f"digits, {CLIENTS} clients with skewed classes (Dirichlet 0.3), {ROUNDS} rounds, half of the clients in each, "
@@ -53,7 +55,7 @@ def demo(
         begun = time.perf_counter()
         made = fit(
             name,
-            partial(models.mlp, in_features=64, num_classes=10, hidden=(64, 64)),
+            {"name": "mlp", "hidden": [64, 64]},
             federation,
             rounds=ROUNDS,
             cohort=0.5,
@@ -61,6 +63,7 @@ def demo(
             batch_size=32,
             optimizer=optim.sgd(lr=LR),
             evaluate={"every": 10},
+            out=out / name,
             progress=not (quiet or as_json),
         )
         results[name] = (made, time.perf_counter() - begun)

@@ -1,0 +1,80 @@
+"""Clients that never took part: how well a run serves them once they arrive."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+
+from fedloom import evaluation, rng, server
+from fedloom.bound import Bound, BoundPhase
+from fedloom.data import Federation
+from fedloom.errors import UserError
+from fedloom.run import Run
+from fedloom.slots import Judge, Phase, Program, Send, Step
+from fedloom.tasks.base import Metrics
+from fedloom.work import ClientState, Participant, Site
+
+
+def held_out(data: Federation, share: float, seed: int) -> tuple[str, ...]:
+    """Clients that are kept out of a run: ``floor(share N + 0.5)`` of them, seeded, in federation order."""
+    if not share:
+        return ()
+    count = math.floor(share * len(data) + 0.5)
+    if not 1 <= count < len(data):
+        raise UserError(
+            f"holdout={share}: of {len(data)} clients {count} would be new; expected at least one on each side"
+        )
+    chosen = rng.stream(seed, "sample", "holdout").choice(len(data), size=count, replace=False)
+    return tuple(data.ids[i] for i in sorted(chosen))
+
+
+def judge(run: Run, sites: Mapping[str, Site], epochs: int) -> dict[str, Metrics]:
+    """Metrics of new clients on their test rows, after training the leaves that are their own.
+
+    They begin as any client does that takes part for the first time (setup program, then what the server sends), train what the
+    method lets them keep for some epochs, and are tested by the method's own rule. The shared leaves do not move.
+
+    Args:
+        run: a run at its end.
+        sites: the new clients.
+        epochs: passes over their training rows.
+    """
+    names = [n for n, site in sites.items() if site.test is not None]
+    if not names:
+        return {}
+    bound = run.at(run.state.round)
+    cohort = replace(run.cohort([], run.state.round), ids=tuple(names), rows=tuple(len(sites[n].train) for n in names))
+    states = dict.fromkeys(names, ClientState())
+    setup = bound.method.schedule.setup
+    if setup:
+        people = [Participant(sites[n], states[n]) for n in names]
+        post = server.post(bound, run.state, replace(cohort, round=0), {})
+        states = {r.id: replace(r.state, rounds=0) for r in run.engine.run_cohort(bound, run.work, setup, post, people)}
+    state, sent = server.dispatch(bound, run.state, cohort)
+    post = server.post(bound, state, cohort, sent.post.broadcast, tested=True)
+    program, worker = personal_program(bound, epochs)
+    people = [Participant(sites[n], states[n], dict(sent.addressed[n]), sent.keys.get(n)) for n in names]
+    replies = run.engine.run_cohort(worker, run.work, program, post, people)
+    sizes = {n: len(rows) for n in names if (rows := sites[n].test) is not None}
+    return evaluation.own_metrics(bound.task, replies, sizes)
+
+
+def personal_program(bound: Bound, epochs: int) -> tuple[Program, Bound]:
+    """A round's program whose phases train only what a client keeps, then the adapt program and a test."""
+    steps: list[Step] = []
+    phases: dict[str, BoundPhase] = dict(bound.phases)
+    schedule = bound.method.schedule
+    for step in schedule.round:
+        if isinstance(step, Phase):
+            own = tuple(n for n in bound.phases[step.name].trained if bound.specs[n].kept)
+            if own and epochs:
+                name = f"new {step.name}"
+                phase = replace(step, name=name, epochs=epochs, steps=None)
+                old = bound.phases[step.name]
+                groups = tuple((kept, o) for names, o in old.groups if (kept := tuple(n for n in names if n in own)))
+                phases[name] = replace(old, phase=phase, trained=own, groups=groups)
+                steps.append(phase)
+        elif not isinstance(step, Send):
+            steps.append(step)
+    return (*steps, *schedule.adapt[1:], Judge()), replace(bound, phases=phases)

@@ -1,0 +1,184 @@
+"""What happens around the rounds of a run: evaluation, early stopping, the folder, progress, callbacks."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from fedloom import evaluation, newcomers, rng, run
+from fedloom.errors import RunError
+from fedloom.modes import Hybrid
+from fedloom.options import Evaluate
+from fedloom.run import Record, Run
+from fedloom.store.checkpoint import Snapshot
+from fedloom.store.folder import RunFolder
+from fedloom.tasks.base import Metrics
+from fedloom.work import Site
+
+Callback = Callable[[Record], object]
+
+LIMIT = 1000
+"""Clients that a round evaluates at most, unless told."""
+
+
+@dataclass(slots=True)
+class Session:
+    """A run on its way.
+
+    Args:
+        state: the run.
+        mode: centralised, federated or hybrid.
+        options: when and whom to evaluate.
+        hybrid: what plays hybrid rounds.
+        folder: where it is written, if anywhere.
+        new: clients that never take part.
+        callbacks: called with each round's record; one that returns True stops the run.
+        progress: whether a bar is shown.
+        history: the rounds so far.
+    """
+
+    state: Run
+    mode: str
+    options: Evaluate
+    hybrid: Hybrid | None = None
+    folder: RunFolder | None = None
+    new: Mapping[str, Site] = field(default_factory=dict)
+    callbacks: Sequence[Callback] = ()
+    progress: bool = True
+    history: list[Record] = field(default_factory=list)
+    fresh: dict[str, Metrics] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    _whole: bool = False
+    _good: Snapshot | None = None
+
+    def restore(self, snapshot: Snapshot, history: list[Record]) -> None:
+        """Goes back to a checkpoint."""
+        self.state.state, self.state.clients = snapshot.server, snapshot.clients
+        self.state.last, self.fresh = snapshot.facts["last"], snapshot.facts["new"]
+        self.history = history
+        if self.hybrid is not None:
+            self.hybrid.alpha = snapshot.facts["alpha"]
+        self._whole = snapshot.facts["whole"]
+
+    def snapshot(self) -> Snapshot:
+        """All that is needed to go on."""
+        alpha = None if self.hybrid is None else self.hybrid.alpha
+        facts = {"alpha": alpha, "last": self.state.last, "new": self.fresh, "whole": self._whole}
+        return Snapshot(self.state.state, dict(self.state.clients), facts)
+
+    def go(self, total: int) -> None:
+        """Plays the rounds that are left."""
+        if self._whole:
+            return
+        with _bar(self.progress) as bar:
+            text, p = self.state.bound.method.text, self.state.bound.task.primary
+            line = bar.add_task(text, total=total, completed=len(self.history))
+
+            def after(record: Record) -> bool:
+                self.history.append(record)
+                answers = [c(record) for c in self.callbacks]
+                stop = any(a is True for a in answers) or self._patient()
+                last = stop or record["round"] == total
+                if last and not self._whole:
+                    record |= self._evaluate(last=True)
+                self._good = self.snapshot()
+                if self.folder is not None:
+                    self.folder.append(record)
+                    self.folder.checkpoint(self._good, last=last)
+                value = record.get(p)
+                shown = "" if value is None else f"  {p} {value:.4f}"
+                bar.update(line, advance=1, description=f"{text}{shown}")
+                return last
+
+            try:
+                run.rounds(self.state, total, self._play, evaluate=lambda r, f: self._judge(r, f, total), after=after)
+            except RunError:
+                if self.folder is not None and self._good is not None:
+                    self.folder.checkpoint(self._good, last=True)
+                raise
+
+    def _play(self, round: int) -> Record:
+        facts = run.federated(self.state, round) if self.hybrid is None else self.hybrid(self.state, round)
+        if self.mode == "centralised":
+            facts |= {"bytes_up": 0, "bytes_down": 0, "bytes_up_by_kind": {}}
+        return {"mode": self.mode, **facts}
+
+    # Evaluation.
+
+    def _judge(self, round: int, facts: Record, total: int) -> Record:
+        every, last = self.options.every, round == total
+        if not last and (every == 0 or round % every):
+            return {self.state.bound.task.primary: None}
+        return self._evaluate(last=last, sampled=facts.get("clients", ()))
+
+    def _evaluate(self, *, last: bool, sampled: Sequence[str] = ()) -> Record:
+        """The metrics of a round; of the last one on all clients, and on new ones."""
+        state, task = self.state, self.state.bound.task
+        whom = self._whom(sampled, last)
+        own, shared = state.evaluate(whom)
+        state.last = own
+        self._whole = last
+        found: Record = dict(evaluation.summary(task, own))
+        p = task.primary
+        part = {n: m for n, m in own.items() if state.state_of(state.judges[n][1]).rounds > 0}
+        if part and len(part) < len(own):
+            found[f"{p}_participants"] = evaluation.summary(task, part).get(p)
+        found["evaluated"] = len(own)
+        if shared is None:
+            found[f"global_{p}"] = None
+        else:
+            found |= {f"global_{k}": v for k, v in shared.items()}
+        checked = state.validate(whom)
+        if checked:
+            found |= {f"val_{k}": v for k, v in evaluation.summary(task, checked).items() if k in ("loss", p)}
+        if last and self.new:
+            self.fresh = newcomers.judge(state, self.new, self.options.adapt_epochs)
+            found |= {f"new_{k}": v for k, v in evaluation.summary(task, self.fresh).items()}
+        if last:
+            self._warn(found)
+        return found
+
+    def _whom(self, sampled: Sequence[str], last: bool) -> list[str]:
+        names, whom = list(self.state.judges), self.options.clients
+        if last or whom == "all" or (whom is None and len(names) <= LIMIT):
+            return names
+        if whom == "sampled":
+            return [n for n in names if self.state.judges[n][1] in set(sampled)]
+        size = min(LIMIT if whom is None else int(whom), len(names))
+        picked = rng.stream(self.state.work.seed, "sample", "evaluate").choice(len(names), size=size, replace=False)
+        return [names[i] for i in sorted(picked)]
+
+    def _patient(self) -> bool:
+        """Whether the validation metric has stopped improving."""
+        task = self.state.bound.task
+        if not self.options.patience:
+            return False
+        key, sign = f"val_{task.primary}", 1.0 if task.higher_is_better else -1.0
+        values = [sign * v for r in self.history if (v := r.get(key)) is not None]
+        if len(values) <= self.options.patience:
+            return False
+        best = values.index(max(values))
+        return len(values) - 1 - best >= self.options.patience
+
+    def _warn(self, found: Record) -> None:
+        note = evaluation.absent_note(self.state.bound.task, found)
+        if note is not None:
+            self.notes.append(note)
+            warnings.warn(note, stacklevel=2)
+
+
+def _bar(shown: bool) -> Progress:
+    console = Console(stderr=True)
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        disable=not shown or not console.is_terminal,
+        transient=True,
+    )

@@ -1,0 +1,208 @@
+"""A run's folder: configuration, metrics, checkpoints, and at the end clients and models."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import os
+import time
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+import torch
+
+from fedloom.errors import UserError
+from fedloom.store import disk
+from fedloom.store.checkpoint import Checkpoints, Snapshot
+from fedloom.store.packing import read
+
+Table = dict[str, Any]
+RUN, METRICS, CLIENTS, MODELS = "run.toml", "metrics.jsonl", "clients.csv", "models"
+
+_SHARE = 0.1  # of a run's time that checkpoints may take
+
+
+class RunFolder:
+    """The folder of one run, held by a lock while the run goes on.
+
+    Args:
+        path: the folder; it is made if need be.
+        resume: go on with what is there; without, the folder must be empty.
+    """
+
+    def __init__(self, path: str | Path, *, resume: bool = False) -> None:
+        self.path = Path(path)
+        if self.path.exists() and not self.path.is_dir():
+            raise UserError(f"{self.path} is not a folder; choose another one with --out")
+        with disk.writing(self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
+        self._lock = disk.Lock(self.path)
+        try:
+            inside = [p.name for p in self.path.iterdir()]
+            if inside and not resume:
+                raise UserError(f"{self.path} is not empty; choose another folder, or go on with --resume")
+            if inside and RUN not in inside and any(not n.startswith(".") for n in inside):
+                raise UserError(f"{self.path} holds no run ({RUN} is missing); choose another folder")
+        except UserError:
+            self._lock.release()
+            raise
+        self._checkpoints = Checkpoints(self.path / "checkpoint")
+        self._written, self._cost, self._length = 0.0, 0.0, 0
+
+    @property
+    def begun(self) -> bool:
+        """Whether a run was begun here."""
+        return (self.path / RUN).exists()
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run is complete: the table of clients is written last."""
+        return (self.path / CLIENTS).exists()
+
+    def close(self) -> None:
+        """Gives the folder back."""
+        self._lock.release()
+
+    # Configuration.
+
+    def config(self) -> Table:
+        """The configuration that the run was begun with."""
+        return read_config(self.path)
+
+    def begin(self, config: Table) -> None:
+        """Writes the configuration."""
+        disk.write(self.path / RUN, tomli_w.dumps(config).encode())
+
+    def check_same(self, config: Table) -> None:
+        """Refuses to go on with another configuration, naming the keys that differ."""
+        old, new = flat(self.config()), flat(config)
+        keys = [k for k in {**old, **new} if not k.startswith("resolved.") and old.get(k) != new.get(k)]
+        if keys:
+            shown = ", ".join(f"{k} was {old.get(k, 'not given')!r}, now {new.get(k, 'not given')!r}" for k in keys[:5])
+            raise UserError(f"{self.path} holds a run of another configuration: {shown}; choose another folder")
+
+    # Rounds.
+
+    def restore(self, device: torch.device) -> tuple[Snapshot, list[Table]] | None:
+        """The state after the last checkpoint and the rounds before it; what came later is cut off."""
+        found = self._checkpoints.load(device)
+        metrics = self.path / METRICS
+        if found is None:
+            disk.remove(metrics)
+            return None
+        snapshot, length = found
+        if not metrics.exists() or metrics.stat().st_size < length:
+            raise UserError(f"{metrics} is shorter than the checkpoint says; start again in another folder")
+        with disk.writing(metrics):
+            os.truncate(metrics, length)
+        self._length = length
+        return snapshot, read_metrics(self.path)
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        """Adds a round to ``metrics.jsonl``."""
+        line = (json.dumps(finite(record), allow_nan=False) + "\n").encode()
+        metrics = self.path / METRICS
+        with disk.writing(metrics):
+            try:
+                with open(metrics, "ab") as file:
+                    file.write(line)
+            except OSError:
+                if metrics.exists():
+                    os.truncate(metrics, self._length)
+                raise
+        self._length += len(line)
+
+    def checkpoint(self, snapshot: Snapshot, *, last: bool) -> None:
+        """Writes a checkpoint, unless checkpoints would then take more than a tenth of the run's time."""
+        now = time.monotonic()
+        if not last and self._written and now - self._written < self._cost / _SHARE:
+            return
+        metrics = self.path / METRICS
+        with disk.writing(metrics), open(metrics, "ab") as file:
+            os.fsync(file.fileno())
+        self._checkpoints.save(snapshot, self._length)
+        self._written = time.monotonic()
+        self._cost = self._written - now
+
+    # The end.
+
+    def finish(self, rows: list[Table], files: Mapping[str, bytes]) -> None:
+        """Writes models and clients; the table of clients comes last and says that the run is complete."""
+        temporary = disk.fresh(self.path / f".{MODELS}.tmp")
+        (temporary / "clients").mkdir()
+        for name, data in files.items():
+            disk.write(temporary / name, data)
+        disk.swap(temporary, self.path / MODELS)
+        text = io.StringIO()
+        table = csv.DictWriter(text, list(dict.fromkeys(k for row in rows for k in row)), lineterminator="\n")
+        table.writeheader()
+        table.writerows([{k: "" if v is None else v for k, v in row.items()} for row in rows])
+        disk.write(self.path / CLIENTS, text.getvalue().encode())
+
+
+def finite(value: Any) -> Any:
+    """A record as strict JSON: numbers that are not finite become null."""
+    if isinstance(value, Mapping):
+        return {str(k): finite(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(v) for v in value]
+    if isinstance(value, torch.Tensor):
+        return finite(value.tolist())
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def flat(table: Mapping[str, Any], prefix: str = "") -> Table:
+    """A nested table with dotted keys.
+
+    Example:
+        >>> flat({"rounds": 5, "data": {"name": "digits"}})
+        {'rounds': 5, 'data.name': 'digits'}
+    """
+    found: Table = {}
+    for key, value in table.items():
+        found |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return found
+
+
+def read_config(path: Path) -> Table:
+    """``run.toml`` of a folder."""
+    if not (path / RUN).is_file():
+        raise UserError(f"{path} holds no run ({RUN} is missing)")
+    try:
+        return tomllib.loads(read(path / RUN).decode())
+    except ValueError as error:
+        raise UserError(f"{path / RUN} is damaged: {error}") from None
+
+
+def read_metrics(path: Path) -> list[Table]:
+    """``metrics.jsonl`` of a folder."""
+    if not (path / METRICS).exists():
+        return []
+    try:
+        return [json.loads(line) for line in read(path / METRICS).decode().splitlines() if line.strip()]
+    except ValueError as error:
+        raise UserError(f"{path / METRICS} is damaged: {error}") from None
+
+
+def read_clients(path: Path) -> list[Table]:
+    """``clients.csv`` of a folder, with numbers as numbers."""
+    if not (path / CLIENTS).exists():
+        raise UserError(f"the run in {path} is not finished; go on with --resume")
+    rows = list(csv.DictReader(io.StringIO(read(path / CLIENTS).decode())))
+    return [{k: v if k == "client" else _number(v) for k, v in row.items()} for row in rows]
+
+
+def _number(text: str) -> float | int | str | None:
+    if text == "":
+        return None
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text

@@ -1,0 +1,180 @@
+"""A run read from disk: its numbers, and its models."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fedloom import building, config, evaluation, expr, tasks
+from fedloom import run as runs
+from fedloom.bound import bind
+from fedloom.data import Preprocessing
+from fedloom.errors import UserError
+from fedloom.result import ClientResult, Clients, Result, Routed
+from fedloom.store.checkpoint import Checkpoints
+from fedloom.store.disk import file_name
+from fedloom.store.files import SEPARATOR, SINGLE
+from fedloom.store.folder import MODELS, read_clients, read_config, read_metrics
+from fedloom.store.packing import read, read_tensors
+from fedloom.tasks import Task
+from fedloom.types import Leaves
+from fedloom.work import Site, Work
+
+Given = nn.Module | Callable[[], nn.Module] | None
+
+
+def load_run(path: str | Path, model: Given = None) -> Result:
+    """A finished run from its folder.
+
+    Args:
+        path: the folder.
+        model: the module of a run whose model was given in Python (same class, leaves and shapes), or a callable that makes it;
+            needed for ``.model()`` only. Networks known by name are rebuilt.
+
+    Example:
+        >>> import tempfile
+        >>> import fedloom as fl
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     made = fl.fit("fedavg", "mlp", {"name": "digits", "clients": 3}, rounds=1, out=folder, progress=False)
+        ...     fl.load_run(folder).summary().mean == made.summary().mean
+        True
+    """
+    place = Path(path)
+    table = read_config(place)
+    rows = read_clients(place)
+    resolved = table.get("resolved", {})
+    task = tasks.TASKS.get(str(table.get("task")))
+    if task is None:
+        task = Task(
+            _no_loss,
+            name=str(table.get("task")),
+            primary=resolved["primary"],
+            higher_is_better=resolved["higher_is_better"],
+        )
+    clients = Clients({row["client"]: ClientResult.of(row) for row in rows})
+    history = read_metrics(place)
+    absent = evaluation.absent_note(task, history[-1]) if history else None
+    notes = (*resolved.get("notes", ()), *([] if absent is None else [absent]))
+    models = SavedModels(place, table, model, clients, task)
+    return Result(history, clients, table, task, None, notes, place, models)
+
+
+def _no_loss(output: Tensor, y: Tensor) -> Tensor:
+    raise UserError("the run's task was given in Python; its loss is not saved with the run")
+
+
+class SavedModels:
+    """The models of a run's folder."""
+
+    def __init__(self, path: Path, table: Mapping[str, Any], given: Given, clients: Clients, task: Task) -> None:
+        self.path, self.table, self.given, self.clients, self.task = path, table, given, clients, task
+
+    def shared(self) -> Leaves:
+        """The shared model's leaves."""
+        return read_tensors(self.path / MODELS / "shared.safetensors")
+
+    def own(self, client: str) -> Leaves:
+        """The leaves of a client's own model that are not the shared model's; none for a client that never took part."""
+        names = [n for n, c in self.clients.items() if not c.new]
+        if client not in names:
+            return {}
+        if len(names) <= SINGLE:
+            return read_tensors(self.path / MODELS / "clients" / f"{file_name(client)}.safetensors")
+        shard = names.index(client) // SINGLE + 1
+        prefix = file_name(client) + SEPARATOR
+        found = read_tensors(self.path / MODELS / f"clients-{shard:04d}.safetensors")
+        return {k.removeprefix(prefix): v for k, v in found.items() if k.startswith(prefix)}
+
+    def leaves(self, client: str | None) -> Leaves:
+        """The leaves of a whole model."""
+        return self.shared() | ({} if client is None else self.own(client))
+
+    def preprocessing(self) -> Preprocessing | None:
+        """What was done to the inputs, fitted; None where nothing was."""
+        place = self.path / MODELS / "preprocessing.json"
+        return Preprocessing.from_json(json.loads(read(place))) if place.exists() else None
+
+    def module(self) -> nn.Module:
+        """The network, with its initial weights."""
+        table = dict(self.table.get("model", {}))
+        if "given" not in table:
+            federation, _ = config.federation_of(self.table["data"], int(self.table["seed"]))
+            made, _ = config.model_of(table, federation, self.task)
+            return building.make_module(made, int(self.table["seed"]))
+        if self.given is None:
+            raise UserError(
+                f"{self.path}: the model {table['given']!r} was given in Python; call fl.load_run(path, model=...) with it"
+            )
+        module = building.make_module(self.given, int(self.table["seed"]))
+        shapes = {k: list(v.shape) for k, v in module.state_dict().items()}
+        differs = [k for k, v in self.shared().items() if shapes.get(k) != list(v.shape)]
+        differs += [k for k in shapes if k not in table["leaves"]]
+        if differs:
+            raise UserError(f"{self.path}: the model given differs from the run's in {', '.join(differs[:8])}")
+        return module
+
+    def model(self, client: str | None) -> nn.Module:
+        """The shared model, or a client's own."""
+        try:
+            method = expr.method(str(self.table["method"]))
+        except UserError:
+            method = None
+        module = self.module()
+        while method is not None and method.then is not None:
+            method = method.then[1]
+        routed = method is not None and (method.evaluate.predict is not None or method.partition.rewrite is not None)
+        if client is None or not routed:
+            leaves = self.leaves(client)
+            module.load_state_dict({k: v.to(module.state_dict()[k].dtype) for k, v in leaves.items()}, strict=False)
+            return module.eval()
+        return self._routed(module, client)
+
+    def _routed(self, module: nn.Module, client: str) -> nn.Module:
+        """A client's model whose prediction takes the method's own route: the run's state comes from its checkpoint."""
+        cpu, seed = torch.device("cpu"), int(self.table["seed"])
+        found = Checkpoints(self.path / "checkpoint").load(cpu)
+        if found is None or "given" in self.table["model"]:
+            raise UserError(
+                f"{self.path}: the models of {self.table['method']!r} need the run's checkpoint and a network known by name; "
+                "use the result of fl.fit in the same process"
+            )
+        federation, _ = config.federation_of(self.table["data"], seed)
+        net = building.make_network(
+            module,
+            federation,
+            self.task,
+            seed=seed,
+            head=self.table["model"].get("head"),
+            device=cpu,
+            precision=str(self.table["precision"]),
+        )
+        bound = bind(expr.method(str(self.table["method"])), net, self.task, seed=seed)
+        sites: dict[str, Site] = {
+            c.id: building.make_site(c, self.task, net.structure.outputs, cpu)
+            for c in federation
+            if c.id in self.clients
+        }
+        snapshot, _ = found
+        work = Work(
+            int(self.table["epochs"]),
+            self.table["batch_size"],
+            config.optimizer_of(self.table["optimizer"]),
+            seed,
+            int(self.table["rounds"]),
+        )
+        state = runs.Run(
+            bound=bound,
+            engine=building.make_engine("loop"),
+            work=work,
+            sites=sites,
+            size=1,
+            state=snapshot.server,
+            clients=snapshot.clients,
+            judges={n: (s, n) for n, s in sites.items()},
+        )
+        return Routed(state.desk(client))
