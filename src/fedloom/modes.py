@@ -6,18 +6,20 @@ Hybrid: ``theta' = theta + a d_CL + (1 - a) d_FL`` with d the displacements of t
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
 
-from fedloom import server, tree
+from fedloom import tree
 from fedloom.bound import Bound
 from fedloom.errors import UserError
 from fedloom.run import Record, Run, federated
-from fedloom.slots import Phase, Program
+from fedloom.server import ServerState
+from fedloom.slots import Phase
 from fedloom.types import Leaves
-from fedloom.work import Participant, Site
+from fedloom.work import Site
 
 CLOUD = "cloud"
 POOL = "pool"
@@ -93,7 +95,11 @@ class Mixing:
 
 @dataclass(slots=True)
 class Hybrid:
-    """Plays hybrid rounds: the sites and the cloud work from the same leaves, then displacements are mixed."""
+    """Plays hybrid rounds: the sites and the cloud work from the same leaves, then displacements are mixed.
+
+    The cloud is a federation of one, with the method's own server stages: its memory lies beside the sites' (``cloud/owner``), what it
+    keeps beside the clients' (``cloud``), so that a checkpoint holds both.
+    """
 
     cloud: Site
     mixing: Mixing
@@ -104,62 +110,69 @@ class Hybrid:
 
     def __call__(self, run: Run, round: int) -> Record:
         """One hybrid round. Mixing comes after all server stages: d_FL = new w - w."""
-        before = run.state
-        share = self.mixing.share(round, self.alpha)
-        facts: Record = {}
-        if share < 1.0:
+        before, share = run.state, self.mixing.share(round, self.alpha)
+        # An adaptive share of 0 or 1 would never change again if only one side worked.
+        both = self.mixing.mixing == "adaptive"
+        facts: Record = dict(_IDLE)
+        if share < 1.0 or both:
             facts = federated(run, round)
-        sites = run.state
-        cloud = self._cloud(run, before, round) if share > 0.0 or self.mixing.mixing == "adaptive" else before.leaves
+        sites, cloud, memory = run.state, before.leaves, run.state.memory
+        if share > 0.0 or both:
+            worked, loss = self._work(run, before, round)
+            cloud, facts["cloud_loss"] = worked.leaves, loss
+            memory = {**memory, **{f"{CLOUD}/{owner}": kept for owner, kept in worked.memory.items()}}
+        mixed = (
+            cloud if share == 1.0 else sites.leaves if share == 0.0 else mix(before.leaves, cloud, sites.leaves, share)
+        )
         alignment = None
-        if share == 1.0:
-            mixed = cloud
-        elif share == 0.0:
-            mixed = sites.leaves
-        else:
-            mixed = mix(before.leaves, cloud, sites.leaves, share)
-        if share < 1.0 and cloud is not before.leaves:
+        if both or 0.0 < share < 1.0:
             alignment = cosine(before.leaves, cloud, sites.leaves, run.at(round).structure.trainable())
             self.alpha = self.mixing.next(self.alpha, alignment)
-        run.state = replace(sites, leaves=mixed, round=round)
+        run.state = replace(sites, leaves=mixed, memory=memory, round=round)
         return {"alpha": share, "alignment": alignment, **facts}
 
-    def _cloud(self, run: Run, before: server.ServerState, round: int) -> Leaves:
-        """The cloud's model after its own work from the leaves before the round."""
-        bound = run.at(round)
-        cohort = replace(
-            run.cohort([], round),
-            ids=(CLOUD,),
-            rows=(len(self.cloud.train),),
-            leaves=before.leaves,
-            population=1,
+    def _work(self, run: Run, before: ServerState, round: int) -> tuple[ServerState, float | None]:
+        """The cloud's server after its own round from the leaves before it, and its loss."""
+        kept = {k.removeprefix(f"{CLOUD}/"): v for k, v in before.memory.items() if k.startswith(f"{CLOUD}/")}
+        worker = Run(
+            bound=worked(run.bound, self.mixing.cl_gradient),
+            engine=run.engine,
+            work=run.work,
+            sites={CLOUD: self.cloud},
+            size=1,
+            state=ServerState(before.leaves, {**run.bound.server_memory, **kept}, before.round),
+            clients={CLOUD: run.clients[CLOUD]} if CLOUD in run.clients else {},
+            later={r: worked(b, self.mixing.cl_gradient) for r, b in run.later.items()},
         )
-        _, sent = server.dispatch(bound, before, cohort)
-        person = Participant(self.cloud, run.state_of(CLOUD), dict(sent.addressed[CLOUD]), sent.keys.get(CLOUD))
-        program = shortened(bound.method.schedule.round, self.mixing.cl_gradient)
-        worker = replace_phases(bound, program)
-        (reply,) = run.engine.run_cohort(worker, run.work, program, sent.post, [person])
-        run.clients[CLOUD] = reply.state
-        reduced = {
-            e: r.reduce(e, [reply.message], cohort.rows)
-            for e, r in bound.method.reducers().items()
-            if e in reply.message
-        }
-        return server.apply(before.leaves, reduced)
+        if CLOUD not in run.clients:
+            worker.setup()
+        outcome, _ = worker.play([CLOUD], round)
+        run.clients[CLOUD] = worker.clients[CLOUD]
+        return worker.state, outcome.accepted[0].loss
 
 
-def shortened(program: Program, cl_gradient: str) -> Program:
-    """The cloud's program: a site's, or one mini-batch step, or one full-batch step."""
+_IDLE: Record = {
+    "train_loss": None,
+    "bytes_up": 0,
+    "bytes_down": 0,
+    "bytes_up_by_kind": {},
+    "clients": [],
+    "skipped": [],
+    "rejected": [],
+}
+"""The facts of a round in which the sites do not work."""
+
+
+def worked(bound: Bound, cl_gradient: str) -> Bound:
+    """The method as the cloud works it: a site's round, or one mini-batch step, or one full-batch step per phase."""
     if cl_gradient == "epochs":
-        return program
+        return bound
     size: Literal["full"] | None = "full" if cl_gradient == "full" else None
-    return tuple(replace(s, steps=1, batch_size=size) if isinstance(s, Phase) else s for s in program)
-
-
-def replace_phases(bound: Bound, program: Program) -> Bound:
-    """The bound method with the phases of another program of the same names."""
-    phases = {s.name: replace(bound.phases[s.name], phase=s) for s in program if isinstance(s, Phase)}
-    return replace(bound, phases={**bound.phases, **phases})
+    schedule = bound.method.schedule
+    steps = tuple(replace(s, steps=1, batch_size=size) if isinstance(s, Phase) else s for s in schedule.round)
+    phases = {s.name: replace(bound.phases[s.name], phase=s) for s in steps if isinstance(s, Phase)}
+    method = replace(bound.method, schedule=replace(schedule, round=steps))
+    return replace(bound, method=method, phases={**bound.phases, **phases})
 
 
 def mix(theta: Leaves, cloud: Leaves, sites: Leaves, share: float) -> Leaves:
@@ -175,6 +188,6 @@ def mix(theta: Leaves, cloud: Leaves, sites: Leaves, share: float) -> Leaves:
 
 def cosine(theta: Leaves, cloud: Leaves, sites: Leaves, names: tuple[str, ...]) -> float:
     """Cosine of the two displacements over the trainable leaves; 0 where one is zero."""
-    a, b = (tree.sub(tree.select(end, names), tree.select(theta, names)) for end in (cloud, sites))
-    norm = float((tree.square_norm(a) * tree.square_norm(b)).sqrt())
+    a, b = ({n: (end[n] - theta[n]).double() for n in names} for end in (cloud, sites))
+    norm = math.sqrt(float(tree.square_norm(a))) * math.sqrt(float(tree.square_norm(b)))
     return max(-1.0, min(1.0, float(tree.dot(a, b)) / norm)) if norm > 0 else 0.0

@@ -6,6 +6,7 @@ many clients at once.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -185,8 +186,9 @@ class Stepper:
             self.groups.append((where, chosen, chosen.lr_at(post.round, work.rounds)))
             self.states.append(chosen.init([self.params[i] for i in where]))
         kept = self.desk.participants[0].state.optimizer.get(self.phase.phase.name)
-        if work.keep_optimizer and kept is not None:
-            self.states = kept
+        if work.keep_optimizer and kept:
+            # A copy: what is kept must not move while the model is adapted for evaluation, or if the reply is rejected.
+            self.states = copy.deepcopy(kept)
 
     def _may_stop(self) -> bool:
         """Whether to look if all clients have stopped; on CUDA that waits for the device, hence not at every step."""
