@@ -3,33 +3,78 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
 
 from fedloom.bound import Bound
 from fedloom.client import Desk
+from fedloom.engines.vectorised import waves
 from fedloom.engines.vectorised.feed import Pools
 from fedloom.engines.vectorised.layout import Stacked
 from fedloom.engines.vectorised.traced import TRACE_STEPS, Traces
+from fedloom.errors import RunError, UserError
 from fedloom.slots import Program
 from fedloom.work import Participant, Post, Reply, Work
 
+StepKind = Literal["auto", "mapped", "traced", "compiled"]
+
 
 class VectorisedEngine:
-    """Runs clients side by side."""
+    """Runs clients side by side.
+
+    Args:
+        step: how steps are made: ``"mapped"`` (vmap and autograd), ``"traced"`` (the same operations without Python between
+            them), ``"compiled"`` (fused by ``torch.compile``), or ``"auto"``: traced where the run is long enough to pay.
+        wave: most clients side by side; None for the rule of :mod:`fedloom.engines.vectorised.waves`.
+        unpadded: batches of unequal length are made one length at a time, for models in which rows see each other.
+    """
 
     name = "vectorised"
 
-    def __init__(self, *, trace_from: int | None = TRACE_STEPS) -> None:
+    def __init__(self, *, step: StepKind = "auto", wave: int | None = None, unpadded: bool = False) -> None:
+        if step not in ("auto", "mapped", "traced", "compiled"):
+            raise UserError(f"step={step!r}: expected auto, mapped, traced or compiled")
+        self.step, self.wave, self.unpadded = step, wave, unpadded
         self.pools = Pools()
-        self.traces = None if trace_from is None else Traces(trace_from)
+        self.traces = None if step == "mapped" else Traces(TRACE_STEPS if step == "auto" else 1, step == "compiled")
+        self.events: list[str] = []
 
     def run_cohort(
         self, bound: Bound, work: Work, program: Program, post: Post, participants: Sequence[Participant]
     ) -> list[Reply]:
         """One reply per participant, in the order given."""
+        rows = max(len(p.site.train) for p in participants)
+        device = next(iter(post.leaves.values())).device
+        most = self.wave or waves.wave_size(bound, work, rows, device.type)
         found: dict[str, Reply] = {}
-        for key in dict.fromkeys(p.key for p in participants):
-            wave = sorted((p for p in participants if p.key == key), key=lambda p: -p.share * len(p.site.train))
-            desk = Desk(bound, work, post, wave, Stacked(self.pools, self.traces))
-            desk.run(program)
-            found |= {r.id: r for r in desk.replies()}
+        for wave in waves.cut(participants, most):
+            found |= {r.id: r for r in self._wave(bound, work, program, post, wave)}
         return [found[p.site.id] for p in participants]
+
+    def facts(self) -> dict[str, Any]:
+        """What was resolved, and what happened since: for the run's record."""
+        notes = [] if self.traces is None else self.traces.notes
+        return {"engine": self.name, "step": self.step, "wave": self.wave or 0, "events": [*self.events, *notes]}
+
+    def _wave(self, bound: Bound, work: Work, program: Program, post: Post, wave: list[Participant]) -> list[Reply]:
+        try:
+            desk = Desk(bound, work, post, wave, Stacked(self.pools, self.traces, unpadded=self.unpadded))
+            desk.run(program)
+            return desk.replies()
+        except torch.OutOfMemoryError as error:
+            if len(wave) == 1:
+                raise RunError(
+                    f"round {post.round}: a single client does not fit into the device's memory ({error}); "
+                    "use smaller batches or a smaller model"
+                ) from error
+            self.wave = -(-len(wave) // 2)
+            self.events.append(
+                f"round {post.round}: out of memory with {len(wave)} clients, waves of {self.wave} from now on"
+            )
+        # Outside of the handler: its exception holds the tensors that did not fit.
+        self.pools.clear()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        halves = (wave[: self.wave], wave[self.wave :])
+        return [reply for half in halves for reply in self._wave(bound, work, program, post, half)]

@@ -30,7 +30,14 @@ class MappedStepper(Stepper):
     stacked = True
 
     def __init__(
-        self, desk: Desk, phase: BoundPhase, leaves: Leaves, pools: Pools, traces: Traces | None = None
+        self,
+        desk: Desk,
+        phase: BoundPhase,
+        leaves: Leaves,
+        pools: Pools,
+        traces: Traces | None = None,
+        *,
+        unpadded: bool = False,
     ) -> None:
         super().__init__(desk, phase, leaves)
         people = desk.participants
@@ -40,7 +47,9 @@ class MappedStepper(Stepper):
             phase.phase.sampler.group,
             desk.bound.structure.dtype,
             whole=phase.phase.until is not None,
+            unpadded=unpadded,
         )
+        self.unpadded = unpadded
         self.traces = traces
         self.all = (self.leaves, self.params, self.private)
         self.all_states: list[OptState] = []
@@ -50,16 +59,16 @@ class MappedStepper(Stepper):
         }
         self.clients = len(people)
         self.tick: Tick | None = None
-        self._attached: dict[tuple[int, bool], Attached | None] = {}
-        self._shapes = Counter((t.clients, t.width, t.masked, t.active is None) for t in self.feed.ticks)
+        self._attached: dict[tuple[tuple[int, ...], bool], Attached | None] = {}
+        self._shapes = Counter((t.clients, t.widths, t.masked) for t in self.feed.ticks)
 
     def batches(self) -> Iterator[tuple[Batch, Tensor | None]]:
         """One batch of every client that still has one."""
-        for t, tick in enumerate(self.feed.ticks):
+        for tick in self.feed.ticks:
             if tick.clients != self.clients:
                 self.narrow(tick.clients)
             self.tick = tick
-            yield self.feed.batch(t), tick.active
+            yield self.feed.batch(tick), tick.active
 
     def narrow(self, clients: int) -> None:
         """Goes on with the first clients only."""
@@ -91,9 +100,25 @@ class MappedStepper(Stepper):
 
     def step(self, batch: Batch, active: Tensor | None) -> None:
         """As for one client; rows of a client that has stopped do not count."""
+        if self.unpadded:
+            self._step_of_one_length(batch, active)
+            return
         if self.going is not None and active is not None:
             batch = _without(batch, active, self.desk.bound.structure.dtype)
         super().step(batch, active)
+
+    def _step_of_one_length(self, batch: Batch, active: Tensor | None) -> None:
+        """A step in which only clients with batches of one length move: several of these make one step of the wave."""
+        assert self.tick is not None
+        self.made, specs = self.tick.step, self.desk.bound.specs
+        for state in self.states:
+            state.step = self.made * self.phase.phase.repeat
+        still = {} if active is None else {n: v.clone() for n, v in self.leaves.items() if specs[n].buffer}
+        super().step(batch, active)
+        for name, value in still.items():
+            if name in self.own and active is not None:
+                here = self.leaves[name]
+                here.copy_(torch.where(_along(active, here), here, value))
 
     def gradients(self, packed: dict[str, Any]) -> tuple[Tensor, list[Tensor | None] | None]:
         """Losses and gradients of every client: a traced graph where there is one, else ``vmap`` and autograd."""
@@ -153,7 +178,7 @@ class MappedStepper(Stepper):
 
     def _trace(self, packed: dict[str, Any], step: Tensor) -> Attached | None:
         assert self.tick is not None and self.traces is not None
-        shape = (self.tick.width, "mask" in packed)
+        shape = (self.tick.widths, "mask" in packed)
         if shape not in self._attached:
             self._attached[shape] = self.traces.of(self, packed, step, self._planned_steps())
         return self._attached[shape]
@@ -162,7 +187,7 @@ class MappedStepper(Stepper):
         """How often a step of the present shape is made in the whole run."""
         assert self.tick is not None
         tick = self.tick
-        times = sum(v for k, v in self._shapes.items() if k[:3] == (tick.clients, tick.width, tick.masked))
+        times = self._shapes[tick.clients, tick.widths, tick.masked]
         return times * self.phase.phase.repeat * (self.desk.work.rounds or 1)
 
 

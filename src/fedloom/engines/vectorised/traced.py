@@ -104,10 +104,11 @@ class Traces:
 
     Args:
         least: steps in a run from which on a shape is traced.
+        compiled: whether whole steps are compiled where that is possible.
     """
 
-    def __init__(self, least: int = TRACE_STEPS) -> None:
-        self.least = least
+    def __init__(self, least: int = TRACE_STEPS, compiled: bool = False) -> None:
+        self.least, self.compiled = least, compiled
         self.notes: list[str] = []
         self._known: dict[Hashable, Trace | None] = {}
         self._times: dict[Hashable, int] = {}

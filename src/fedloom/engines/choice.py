@@ -1,0 +1,176 @@
+"""Which engine runs, how wide and how compiled: resolved once before round one, never by a clock or by free memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from fedloom.engines.base import Engine
+from fedloom.engines.loop import LoopEngine
+from fedloom.engines.vectorised.engine import VectorisedEngine
+from fedloom.engines.vectorised.probe import probe
+from fedloom.engines.vectorised.waves import wave_size
+from fedloom.engines.workers import WorkersEngine
+from fedloom.errors import NotVectorisable, UserError
+from fedloom.structure import Structure
+
+if TYPE_CHECKING:
+    from fedloom.run import Run
+
+DENSE_FLOPS = 2e7
+"""Arithmetic of one client's step up to which clients gain from being stepped together on a CPU."""
+LEAST_STEPS = 400
+"""Client steps of a run below which nothing but the plain loop pays."""
+COMPILE_STEPS = 20_000
+"""Steps of a wave in a run from which on compiling pays (it takes half a minute once, and saves about a millisecond a step)."""
+WORKER_FLOPS = 5e11
+"""Arithmetic of a run from which on worker processes pay (they take a few seconds to start)."""
+_SERIAL = ("Conv", "LSTM", "GRU", "RNN", "Attention", "Transformer")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """What was resolved, for the run's record.
+
+    Args:
+        engine: ``"loop"`` or ``"vectorised"``.
+        workers: processes of the loop engine; 0 for none.
+        step: how the vectorised engine makes its steps.
+        wave: most clients side by side; 0 where that does not apply.
+        single: whether the loop engine computes with one thread, so that the number of workers changes nothing.
+        unpadded: whether batches of unequal length run one length at a time.
+        why: one line.
+    """
+
+    engine: Literal["loop", "vectorised"]
+    workers: int = 0
+    step: Literal["auto", "mapped", "traced", "compiled"] = "auto"
+    wave: int = 0
+    single: bool = False
+    unpadded: bool = False
+    why: str = ""
+
+    def record(self) -> dict[str, Any]:
+        """As a table of plain values."""
+        return asdict(self)
+
+
+def step_flops(structure: Structure, rows: int) -> float:
+    """Floating-point operations of one client's step: twice the multiplications of the forward pass, three times over."""
+    shapes = {call.name: call.shape for call in structure.calls}
+    total = 0.0
+    for leaf in structure.leaves:
+        if leaf.buffer or len(leaf.shape) < 2 or leaf.module not in shapes:
+            continue
+        outputs = shapes[leaf.module][1:].numel()
+        total += leaf.shape.numel() * max(1, outputs // max(1, leaf.shape[0]))
+    return 6.0 * rows * total
+
+
+def choose(
+    structure: Structure, device: str, cohort: int, rows: int, steps: int, cpus: int, *, movable: bool = True
+) -> Plan:
+    """The plan of ``engine="auto"``: a pure function of its arguments.
+
+    Args:
+        structure: the model's.
+        device: kind of device.
+        cohort: clients in a round.
+        rows: rows of a batch.
+        steps: steps of the longest client in the whole run.
+        cpus: processors.
+        movable: whether several clients work at once at all (not so in centralised mode).
+    """
+    if cohort < 2 or not movable:
+        return Plan(engine="loop", why="one client at a time")
+    if device == "cuda":
+        return Plan(engine="vectorised", why="a GPU is busy only with many clients at once")
+    flops = step_flops(structure, rows)
+    serial = [c.kind for c in structure.calls if any(word in c.kind for word in _SERIAL)]
+    if not serial and flops <= DENSE_FLOPS:
+        if steps * cohort < LEAST_STEPS:
+            return Plan(engine="loop", why=f"{steps * cohort} steps in all: nothing else pays")
+        kind: Literal["auto", "compiled"] = "compiled" if steps >= COMPILE_STEPS else "auto"
+        return Plan(engine="vectorised", step=kind, why=f"small dense network ({flops:.1g} operations a step)")
+    if cpus > 1 and flops * steps * cohort >= WORKER_FLOPS:
+        what = f"{serial[0]} layers" if serial else f"{flops:.1g} operations a step"
+        return Plan(engine="loop", workers=min(cpus, cohort), single=True, why=f"{what}: one process per processor")
+    return Plan(engine="loop", why="the network is large or has convolutions, the run is short")
+
+
+def planned_steps(run: Run) -> int:
+    """Steps of the longest client in the whole run, whatever its phases."""
+    work, rounds = run.work, run.work.rounds or 1
+    rows = max(len(s.train) for s in run.sites.values())
+    batch = rows if work.batch_size == "full" else int(work.batch_size)
+    total = 0
+    for phase in run.bound.method.phases("round"):
+        passes = work.epochs if phase.epochs is None else phase.epochs
+        total += phase.steps if phase.steps is not None else passes * -(-rows // batch)
+    return rounds * max(1, total)
+
+
+def resolve(
+    run: Run, engine: str | Engine = "auto", *, workers: int = 0, head: str | None = None
+) -> tuple[Engine, Plan]:
+    """The engine of a run, and the plan to be recorded.
+
+    Args:
+        run: a run before round one.
+        engine: ``"auto"``, ``"loop"``, ``"vectorised"``, or an engine, which is returned as it is.
+        workers: processes of the loop engine; 0 for none (or, with ``"auto"``, for the rule's number).
+        head: the pattern of the head's leaves that the run was given.
+
+    Raises:
+        NotVectorisable: ``"vectorised"`` was asked for by name, and the model or the method cannot be.
+    """
+    if not isinstance(engine, str):
+        return engine, Plan(engine="loop", why=f"an engine of one's own: {getattr(engine, 'name', '')}")
+    if engine not in ("auto", "loop", "vectorised"):
+        raise UserError(f"engine={engine!r}: expected auto, loop or vectorised")
+    if workers and engine == "vectorised":
+        raise UserError(f"workers={workers} is an option of engine='loop'; the vectorised engine has none")
+    device = next(iter(run.state.leaves.values())).device.type
+    if workers and device != "cpu":
+        raise UserError(f"workers={workers}: worker processes compute on the CPU; use device='cpu' or workers=0")
+    rows = max(len(s.train) for s in run.sites.values())
+    batch = rows if run.work.batch_size == "full" else min(rows, int(run.work.batch_size))
+    if engine == "auto" and not workers:
+        plan = choose(
+            run.bound.structure,
+            device,
+            run.size,
+            batch,
+            planned_steps(run),
+            os.cpu_count() or 1,
+            movable=not run.work.keep_optimizer,
+        )
+    elif engine == "vectorised":
+        plan = Plan(engine="vectorised", why="asked for")
+    else:
+        plan = Plan(engine="loop", workers=workers, single=workers > 0, why="asked for")
+    if plan.engine == "vectorised":
+        return _vectorised(run, plan, rows, device, asked=engine == "vectorised")
+    if plan.workers:
+        return WorkersEngine(run, plan.workers, head=head), plan
+    return LoopEngine(single=plan.single), plan
+
+
+def _vectorised(run: Run, plan: Plan, rows: int, device: str, *, asked: bool) -> tuple[Engine, Plan]:
+    verdict = probe(run)
+    if not verdict.possible:
+        if asked:
+            raise NotVectorisable(f"engine='vectorised': {verdict.why}; engine='loop' runs it")
+        return LoopEngine(), Plan(engine="loop", why=f"loop, because {verdict.why}")
+    wave = min(run.size, wave_size(run.bound, run.work, rows, device))
+    why = "; ".join(w for w in (plan.why, verdict.why) if w)
+    step = "auto" if wave < run.size or verdict.unpadded else plan.step
+    plan = Plan(engine="vectorised", step=step, wave=wave, unpadded=verdict.unpadded, why=why)
+    return VectorisedEngine(step=step, unpadded=verdict.unpadded), plan
+
+
+def names() -> Sequence[str]:
+    """The engines that can be asked for by name."""
+    return ("auto", "loop", "vectorised")

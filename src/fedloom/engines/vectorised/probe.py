@@ -1,0 +1,176 @@
+"""Whether a model and a method can be run for many clients at once: tried on a few rows before round one."""
+
+from __future__ import annotations
+
+import linecache
+import math
+import traceback
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+import fedloom
+from fedloom import server
+from fedloom.engines.base import Engine
+from fedloom.engines.loop import LoopEngine
+from fedloom.engines.vectorised.engine import VectorisedEngine
+from fedloom.errors import FedloomError
+from fedloom.optim import sgd
+from fedloom.work import Site
+
+if TYPE_CHECKING:
+    from fedloom.bound import Bound
+    from fedloom.run import Run
+
+UNEQUAL, EQUAL = (7, 5), (6, 6)
+TOLERANCE = {torch.float64: 1e-6, torch.float32: 5e-3}
+_CLIENT_CODE = ("methods", "plugins", "objectives", "uploads", "models", "tasks")
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a probe found.
+
+    Args:
+        possible: whether the vectorised engine gives the loop's numbers.
+        unpadded: whether it needs batches without padding rows for that.
+        why: one line, empty where all is well.
+    """
+
+    possible: bool
+    unpadded: bool = False
+    why: str = ""
+
+
+def probe(run: Run) -> Verdict:
+    """Plays one round and one evaluation on a few rows of two clients, plainly and vectorised, and compares.
+
+    Args:
+        run: a run before its first round; it is not changed.
+    """
+    verdict = Verdict(True)
+    for bound in (run.bound, *run.later.values()):
+        found = _probe(run, bound)
+        if not found.possible:
+            return found
+        if found.unpadded:
+            verdict = found
+    return verdict
+
+
+def _probe(run: Run, bound: Bound) -> Verdict:
+    dtype = bound.structure.dtype
+    tolerance = 0.1 if bound.network.autocast is not None else TOLERANCE[dtype]
+    try:
+        plain, again = (_played(run, bound, LoopEngine(), UNEQUAL, seed) for seed in (0, 1))
+    except FedloomError:
+        return Verdict(True)  # the loop says what is wrong when the run begins
+    random = _gap(plain, again) > tolerance
+    try:
+        mapped = _played(run, bound, VectorisedEngine(step="mapped"), UNEQUAL, 0)
+    except FedloomError:
+        return Verdict(True)
+    except Exception as error:
+        return Verdict(False, why=f"{blame(error)}; vmap says: {_first_line(error)}")
+    if random:
+        return Verdict(True, why="the model draws noise of its own, so that engines agree in distribution only")
+    if _gap(plain, mapped) <= tolerance:
+        return Verdict(True)
+    even, side = (_played(run, bound, e, EQUAL, 0) for e in (LoopEngine(), VectorisedEngine(step="mapped")))
+    gap = _gap(even, side)
+    if gap > tolerance:
+        return Verdict(False, why=f"under vmap the model gives other numbers than plainly (they differ by {gap:.1g})")
+    if any(p.phase.until is not None for p in bound.phases.values()):
+        return Verdict(False, why="padding rows change the model's output, and a phase stops clients one by one")
+    apart = _played(run, bound, VectorisedEngine(step="mapped", unpadded=True), UNEQUAL, 0)
+    if _gap(plain, apart) <= tolerance:
+        return Verdict(True, True, "padding rows change the model's output: batches of unequal length run one by one")
+    return Verdict(False, why="padding rows change the model's output in evaluation (rows of a batch see each other)")
+
+
+def _played(run: Run, bound: Bound, engine: Engine, sizes: tuple[int, ...], seed: int) -> dict[str, Tensor]:
+    """All that one round and one evaluation of a tiny run leave behind."""
+    sites = _sites(run, sizes)
+    tiny = replace(
+        run,
+        bound=bound,
+        later={},
+        engine=engine,
+        work=replace(run.work, epochs=1, batch_size=max(sizes), optimizer=sgd(0.01), keep_optimizer=False),
+        sites=sites,
+        size=len(sites),
+        state=server.opening(bound),
+        clients={},
+        judges={name: (site, name) for name, site in sites.items()},
+        last={},
+    )
+    with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
+        warnings.simplefilter("ignore")
+        torch.manual_seed(seed)
+        tiny.setup()
+        outcome, _ = tiny.play(list(sites), 1)
+        own, _ = tiny.evaluate(list(sites))
+    found = {f"server {k}": v - bound.start[k] for k, v in tiny.state.leaves.items() if v.is_floating_point()}
+    for reply in outcome.accepted:
+        found |= {f"{reply.id} {k}": v - bound.start[k] for k, v in reply.state.leaves.items() if v.is_floating_point()}
+        found[f"{reply.id} loss"] = torch.tensor(reply.loss or 0.0)
+    for name, metrics in own.items():
+        loss = metrics.get("loss")
+        found[f"{name} test loss"] = torch.tensor(math.nan if loss is None else loss)
+    return found
+
+
+def _sites(run: Run, sizes: tuple[int, ...]) -> dict[str, Site]:
+    """Two small clients made of the first rows of the run's clients (of one client twice, if there is one)."""
+    chosen = [s for s in run.sites.values() if len(s.train) >= max(sizes)] or list(run.sites.values())
+    made = {}
+    for i, size in enumerate(sizes):
+        site = chosen[i % len(chosen)]
+        index = torch.arange(min(size, len(site.train)), device=site.train.y.device)
+        rows = site.train.take(index)
+        made[str(i)] = replace(
+            site, id=str(i), train=rows, test=rows, val=None, labels=site.labels[: len(index)], counts=site.counts
+        )
+    return made
+
+
+def _gap(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> float:
+    """Largest difference over the size of what it is a difference of; NaN equals NaN."""
+    if set(a) != set(b):
+        return math.inf
+    tops = {k: float(torch.nan_to_num(v).abs().max()) if v.numel() else 0.0 for k, v in a.items()}
+    moved = [v for k, v in tops.items() if not k.endswith("loss")]
+    floor = 1e-2 * max(moved, default=0.0)
+    worst = 0.0
+    for k, v in a.items():
+        if not v.numel():
+            continue
+        if not torch.equal(torch.isnan(v), torch.isnan(b[k])):
+            return math.inf
+        difference = float(torch.nan_to_num(v - b[k]).abs().max())
+        worst = max(worst, difference / max(tops[k], floor, 1e-12))
+    return worst
+
+
+def blame(error: BaseException) -> str:
+    """The line of client code (a model's, a term's) that an error comes from, in words."""
+    home, torch_home = Path(fedloom.__file__).parent, Path(torch.__file__).parent
+    ours = {home / part for part in _CLIENT_CODE}
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        path = Path(frame.filename)
+        inside = path.is_relative_to(home) and not any(path.is_relative_to(part) for part in ours)
+        if inside or path.is_relative_to(torch_home) or not path.is_absolute():
+            continue
+        text = (frame.line or linecache.getline(frame.filename, frame.lineno or 0)).strip()
+        return f"{path.name}, line {frame.lineno}, in {frame.name}: `{text}` cannot be run for many clients at once"
+    return "the model or the method cannot be run for many clients at once"
+
+
+def _first_line(error: BaseException) -> str:
+    text: Any = str(error).strip().splitlines()
+    return text[0] if text else type(error).__name__
