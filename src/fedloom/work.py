@@ -39,7 +39,8 @@ class Site:
         train: training rows.
         test: test rows, if any.
         val: validation rows, if any.
-        labels: training labels on the host, for samplers.
+        labels: training labels on the host, for samplers; of pictures with a label per pixel, the classes each holds
+            (pictures x classes).
         counts: training rows per class, on the device.
     """
 

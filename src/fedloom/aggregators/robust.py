@@ -37,13 +37,15 @@ def krum(stacked: Leaves, bad: int, keep: int | None = 1) -> Leaves:
     """Mean of the ``keep`` updates with the smallest scores; 1 is Krum, more is multi-Krum, None is M - bad.
 
     ``score_i`` = sum of ``||d_i - d_j||^2`` over the M - bad - 2 nearest j. Scores are compared in float64 rounded to ten
-    digits; ties go to the earlier client.
+    digits; ties go to the earlier client. A lone update is taken as it is.
 
     Raises:
         RunError: with fewer than ``bad + 3`` updates, or fewer than ``keep``.
     """
     rows = [dict(zip(stacked, values, strict=True)) for values in zip(*stacked.values(), strict=True)]
     count = len(rows)
+    if count == 1:
+        return rows[0]
     keep = count - bad if keep is None else keep
     if count < bad + 3 or count < keep:
         raise RunError(f"krum: {count} replies; bad={bad} and keep={keep} need at least {max(bad + 3, keep)}")

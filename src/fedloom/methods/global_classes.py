@@ -56,8 +56,10 @@ def fedir(clip: tuple[float, float] | None = None) -> Method:
         return {"count": like.new_zeros(max(facts.structure.outputs, 2))}
 
     def loss(view: View, batch: Batch, seen: Seen) -> Tensor:
-        p, q = (m["fedir"]["count"] / m["fedir"]["count"].sum() for m in (seen.broadcast, seen.memory))
+        p, q = (m["fedir"]["count"] / m["fedir"]["count"].sum().clamp(min=1) for m in (seen.broadcast, seen.memory))
         weight = torch.where(q > 0, p / q.clamp(min=torch.finfo(q.dtype).tiny), torch.zeros_like(p))
+        # The cloud of hybrid mode has sent no histogram: its rows count alike.
+        weight = torch.where(q.sum() > 0, weight, torch.ones_like(weight))
         bounds = clip or ((0.1, 10.0) if batch.y.dim() > 1 else None)
         return weighted_cross_entropy(view.logits, batch, weight if bounds is None else weight.clamp(*bounds))
 
@@ -79,9 +81,14 @@ def _classes(view: View) -> int:
 
 
 def balanced_order(generator: np.random.Generator, labels: np.ndarray) -> np.ndarray:
-    """As many rows as there are, drawn with replacement so that each class is as likely as any other."""
-    _, index, counts = np.unique(labels, return_inverse=True, return_counts=True)
-    weight = 1.0 / counts[index]
+    """As many rows as there are, drawn with replacement so that each class is as likely as any other.
+
+    A picture with several classes is drawn for each of them.
+    """
+    held = labels if labels.ndim == 2 else labels[:, None] == np.unique(labels)
+    weight = (held / held.sum(0).clip(min=1)).sum(1)
+    # A picture without any valid pixel is drawn like one of a class of its own.
+    weight = np.where(weight > 0, weight, 1 / len(weight))
     return generator.choice(len(labels), size=len(labels), p=weight / weight.sum())
 
 
