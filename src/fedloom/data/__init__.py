@@ -6,6 +6,7 @@ from fedloom.data.federation import ClientData, Federation, Scale, to_float
 from fedloom.data.folders import from_folder, from_table, read
 from fedloom.data.frames import chunks
 from fedloom.data.generators import synthetic
+from fedloom.data.masks import from_masks
 from fedloom.data.partitions import (
     PARTITIONS,
     Partitioner,
@@ -41,6 +42,7 @@ __all__ = [
     "dirichlet",
     "encode_table",
     "from_folder",
+    "from_masks",
     "from_table",
     "iid",
     "load",

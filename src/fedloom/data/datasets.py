@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from fedloom.data import clinical, images
+from fedloom.data import clinical, images, street
 from fedloom.data.dataset import Dataset
 from fedloom.data.generators import synthetic
+from fedloom.data.masks import from_masks
 from fedloom.data.rows import Rows
 from fedloom.data.scenes import street_scenes
 from fedloom.errors import UnknownName, UserError
@@ -34,18 +35,22 @@ def digits() -> Dataset:
 
 
 DATASETS: dict[str, Callable[..., Dataset]] = {
+    "camvid": street.camvid,
     "cifar10": images.cifar10,
     "cifar100": images.cifar100,
+    "cityscapes": street.cityscapes,
     "digits": digits,
     "emnist": images.emnist,
     "emnist47": images.emnist47,
     "fashion_mnist": images.fashion_mnist,
     "har": clinical.har,
     "heart_disease": clinical.heart_disease,
+    "masks": from_masks,
     "mnist": images.mnist,
     "office_caltech10": images.office_caltech10,
     "street_scenes": street_scenes,
     "synthetic": synthetic,
+    "synthia_sf": street.synthia_sf,
     "tcga_brca": clinical.tcga_brca,
 }
 

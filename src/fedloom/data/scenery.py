@@ -77,9 +77,9 @@ class Canvas:
 
     def paint(self, where: NDArray[np.bool_], label: Array | int, depth: Array | float, colour: Array) -> None:
         """Sets the pixels ``where``; ``label``, ``depth`` and ``colour`` may differ from frame to frame."""
-        self.label = np.where(where, np.asarray(label).astype(np.uint8), self.label)
-        self.depth = np.where(where, depth, self.depth)
-        self.colour = np.where(where[..., None], colour, self.colour)
+        np.copyto(self.label, np.asarray(label).astype(np.uint8), where=where)
+        np.copyto(self.depth, depth, where=where)
+        np.copyto(self.colour, colour, where=where[..., None])
 
 
 def draw(
@@ -183,11 +183,9 @@ def _objects(canvas: Canvas, town: Town, focal: float, travelled: Array, sway: A
         if not here.any():
             continue
         depth = np.where(here, one["depth"], 1.0)[:, None, None]
-        across = (canvas.column * depth / focal + sway[:, None, None] - one["x"][:, None, None]) / one["w"][
-            :, None, None
-        ]
-        up = (1 - canvas.row * depth / focal - one["y"][:, None, None]) / one["h"][:, None, None]
-        power = one["power"][:, None, None]
+        x, y, w, h, power = (one[key][:, None, None] for key in ("x", "y", "w", "h", "power"))
+        across = (canvas.column[:1, :1, :] * depth / focal + sway[:, None, None] - x) / w
+        up = (1 - canvas.row[:1, :, :1] * depth / focal - y) / h
         inside = (np.abs(across) ** power + np.abs(up) ** power <= 1) & here[:, None, None]
         colour = one["colour"][:, None, None, :] * (1 + 0.25 * np.clip(up, -1, 1)[..., None])
         canvas.paint(inside & (depth < canvas.depth), one["label"][:, None, None], depth, colour)
