@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ import fedloom as fl
 from fedloom import rng
 from fedloom.aggregators.robust import krum, median, trimmed_mean
 from fedloom.plugins.compress import largest, packed_bytes, quantised, sparse_bytes
-from tests.helpers import bn_mlp, everything, federation, fit, gap, identical, mlp, run_of, shared
+from tests.helpers import bn_mlp, everything, federation, fit, gap, identical, mlp, run_of, shared, small_cnn
 from tests.laws.test_global_server import slide, slopes
 
 DATA = federation((9, 14, 5, 8))
@@ -156,3 +157,37 @@ def test_compress_refuses_what_it_cannot_do() -> None:
             fl.method(f"fedavg + {text}")
     with pytest.raises(fl.Conflict, match="must follow"):
         fl.method("fedavg + compress + clip(1.0)")
+    with pytest.raises(fl.Conflict, match="wire form"):
+        fl.method("fedavg + compress + compress('quantise')")
+
+
+# Settings other than the defaults, on both engines --------------------------------------------------------
+
+VARIANTS = [
+    "fedavg + robust('trimmed_mean', trim=0.25)",
+    "fedavg + robust('krum')",
+    "fedavg + robust('multi_krum', keep=2)",
+    "fedavg + compress('quantise', bits=4)",
+    "fedavg + compress('quantise', bits=4, feedback=True)",
+    "fedavg + compress('topk', share=0.3, feedback=False)",
+    "moon(projection=4)",
+    "fedintr(projection=4, pool=False)",
+    "fedir(clip=(0.5, 2.0))",
+    "fedproto(predict='nearest')",
+    "fedproto(weight='uniform')",
+    "balancefl(augment=False)",
+    "fedntd(tau=3.0)",
+    "qfedavg(q=0.5)",
+    "local_full(epochs=2)",
+]
+
+
+@pytest.mark.parametrize("text", VARIANTS)
+@pytest.mark.parametrize("optimizer", [fl.sgd(0.1, momentum=0.9), fl.adam(1e-2)], ids=["sgd", "adam"])
+def test_variant_is_the_same_on_both_engines(text: str, optimizer: Any) -> None:
+    data = federation((1, 9, 14, 5, 8), (1, 6, 6), one_class=2)
+    a, b = (fit(text, small_cnn(), data, engine=e, rounds=2, optimizer=optimizer) for e in ("loop", "vectorised"))
+    assert gap(everything(a), everything(b)) < 1e-10
+    for mine, theirs in zip(a.history, b.history, strict=True):
+        assert mine["bytes_up"] == theirs["bytes_up"]
+        assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-8)

@@ -31,7 +31,7 @@ from fedloom.view import View
 CLASSES = ("classification", "binary", "segmentation")
 
 
-@recipe(paper="Hsu et al., Federated Visual Classification with Real-World Data Distribution, ECCV 2020, section 4.1")
+@recipe(paper="Hsu et al., Federated Visual Classification with Real-World Data Distribution, ECCV 2020")
 def fedir(clip: tuple[float, float] | None = None) -> Method:
     """FedAvg on importance-weighted losses: ``mean_i p(y_i)/q_k(y_i) CE_i``.
 
@@ -215,7 +215,11 @@ def matched(mean: Tensor, var: Tensor, n: Tensor) -> tuple[Tensor, Tensor]:
     return centre, (n * (var + mean**2)).sum(0) - centre**2
 
 
-@recipe("eps > 0", paper="Kou et al., FedGau: Gaussian-based weights for federated autonomous driving, flat version")
+@recipe(
+    "eps > 0",
+    paper="Kou et al., Fast-Convergent and Communication-Alleviated Heterogeneous Hierarchical Federated Learning in "
+    "Autonomous Driving, IEEE T-ITS 2025 (one level instead of two)",
+)
 def fedgau(eps: float = 1e-3) -> Method:
     """FedAvg with weights from the pictures' statistics: ``p_k`` proportional to ``n_k / (D_k + eps)``.
 

@@ -41,7 +41,7 @@ def fedproto(
 
     Args:
         lam: strength; 0 is local training bit for bit.
-        weight: ``"n"`` (the paper's eq. 6), or ``"uniform"`` over the clients that hold a class (the authors' code).
+        weight: ``"n"`` (the paper), or ``"uniform"`` over the clients that hold a class (the authors' code).
         predict: by the client's own ``"head"``, or by the ``"nearest"`` prototype (logit ``-||z - C_c||^2``).
     """
     if predict not in ("head", "nearest"):
@@ -95,7 +95,7 @@ def _contrast(towards: Tensor, away: Tensor, tau: float, seen: Seen) -> Tensor:
 @recipe(
     "mu >= 0",
     "tau > 0",
-    paper="Li et al., Model-Contrastive Federated Learning, CVPR 2021, eq. 3",
+    paper="Li et al., Model-Contrastive Federated Learning, CVPR 2021",
     presets={
         "fedaims": {"mu": 1.0, "tau": 0.5},
         "original": {"mu": 1.0, "tau": 0.5, "projection": 256},

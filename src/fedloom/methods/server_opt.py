@@ -81,7 +81,7 @@ def fedyogi(eta_s: float = 0.01, b1: float = 0.9, b2: float = 0.99, tau: float =
 
 @recipe(
     "eps >= 0",
-    paper="Jhunjhunwala et al., FedExP: Speeding Up Federated Averaging via Extrapolation, ICLR 2023, eq. 6",
+    paper="Jhunjhunwala et al., FedExP: Speeding Up Federated Averaging via Extrapolation, ICLR 2023, Algorithm 1",
     presets={"emnist": {"eps": 0.1}},
 )
 def fedexp(eps: float = 1e-3) -> Method:

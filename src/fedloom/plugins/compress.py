@@ -108,4 +108,10 @@ def compress(
     stage = Stage(
         owner=OWNER, fn=fn, memory=zeros if remember else None, wire={"delta": size}, follows=("clip", "noise")
     )
-    return lambda method: method if rule == "topk" and share == 1 else method.adding(stages=(stage,))
+
+    def apply(method: Method) -> Method:
+        if rule == "topk" and share == 1:
+            return method
+        return method.claiming("the wire form of the entry 'delta'", OWNER).adding(stages=(stage,))
+
+    return apply

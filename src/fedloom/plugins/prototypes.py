@@ -21,7 +21,7 @@ __all__ = ["OWNER", "class_sweep", "feature_width", "pooled", "prototypes", "pul
 
 @plugin(
     "lam >= 0",
-    paper="Tan et al., FedProto: Federated Prototype Learning across Heterogeneous Clients, AAAI 2022, eqs. 4 to 7",
+    paper="Tan et al., FedProto: Federated Prototype Learning across Heterogeneous Clients, AAAI 2022, Algorithm 1",
 )
 def prototypes(lam: float = 1.0, weight: Literal["n", "uniform"] = "n") -> Callable[[Method], Method]:
     """Pulls features to the classes' shared means: adds ``lam/(b D) sum_i ||z_i - C_{y_i}||^2``.
@@ -32,7 +32,7 @@ def prototypes(lam: float = 1.0, weight: Literal["n", "uniform"] = "n") -> Calla
 
     Args:
         lam: strength; 0 builds no term.
-        weight: ``"n"`` (the paper's eq. 6), or ``"uniform"`` over the clients that hold a class (the authors' code).
+        weight: ``"n"`` (the paper), or ``"uniform"`` over the clients that hold a class (the authors' code).
     """
     if weight not in ("n", "uniform"):
         raise UserError(f"prototypes: weight={weight!r}; expected 'n' or 'uniform'")
