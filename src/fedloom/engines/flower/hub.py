@@ -56,6 +56,8 @@ class Post:
             found[site] = reply
             if isinstance(reply, Package) and reply.site != site:
                 found[site] = f"answered as {reply.site!r}"
+            elif isinstance(reply, Package) and reply.code:
+                found[site] = words(reply.code)
         return found
 
     def ask(self, contents: Mapping[int, RecordDict], round: int) -> dict[int, Package | str]:
@@ -88,12 +90,11 @@ def read_package(message: Message) -> Package | str:
     if message.has_error():
         return _ERRORS.get(message.error.code, f"no answer: Flower reports error {message.error.code}")
     try:
-        package = unpack_package(message.content)
+        return unpack_package(message.content)
     except Malformed as error:
         return f"sent {error}"
     except Exception as error:
         return f"sent a message that cannot be read ({type(error).__name__})"
-    return words(package.code) if package.code else package
 
 
 @dataclass(slots=True)

@@ -81,11 +81,11 @@ class SiteStore:
         path = self.place(experiment, run) / MODEL
         with disk.writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-        disk.write(path, pack(content))
+        disk.write(path, pack({"experiment": experiment, **content}))
 
-    def load_model(self, experiment: str, run: str) -> dict[str, Any]:
-        """The inverse of :meth:`save_model`."""
-        made = self._read(self.place(experiment, run) / MODEL)
+    def read_model(self, path: Path) -> dict[str, Any]:
+        """What :meth:`save_model` wrote to a file."""
+        made = self._read(path)
         assert isinstance(made, dict)
         return made
 

@@ -1,0 +1,8 @@
+"""Real sites: an experiment that a consortium agrees on, the data of a site, and the processes of both sides.
+
+Needs the extra ``flower`` (``pip install "fedloom[flower]"``).
+"""
+
+from fedloom.deploy.plan import Plan
+
+__all__ = ["Plan"]

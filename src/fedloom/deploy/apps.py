@@ -1,0 +1,83 @@
+"""The two Flower apps of a deployment: the same for every experiment, since the experiment travels as text."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+
+from flwr.app import Context
+from flwr.serverapp import Grid, ServerApp
+
+from fedloom import building
+from fedloom.deploy.plan import Plan, digest
+from fedloom.deploy.rows import SiteConfig, load_rows
+from fedloom.deploy.serve import serve
+from fedloom.engines.flower.codes import Code, Refusal
+from fedloom.engines.flower.site import Bench, Workshop, client_app, log_to
+from fedloom.engines.flower.state import SiteStore
+from fedloom.engines.flower.wire import Letter
+from fedloom.errors import UserError
+
+
+def workshop(config: SiteConfig, text: str, only: set[str] | None = None) -> Workshop:
+    """A site's workshop for an experiment; what is wrong is refused with a code and logged here in words.
+
+    Args:
+        config: the site's own file.
+        text: the experiment.
+        only: the runs that are needed; all without.
+    """
+    try:
+        plan = Plan.parse(text)
+        _check(config, plan, text)
+        device = building.device_of(config.device)
+        runs = {k: v for k, v in plan.keys().items() if only is None or k in only}
+        bounds = {key: plan.bounds(method, seed, device) for key, (method, seed) in runs.items()}
+    except UserError as error:
+        raise Refusal(Code.PLAN, str(error)) from None
+    try:
+        rows = {seed: load_rows(plan, config, seed) for seed in {s for _, s in runs.values()}}
+        benches = {
+            key: Bench(bounds[key], plan.work(seed), plan.site(rows[seed], bounds[key][0].structure.outputs, device))
+            for key, (_, seed) in runs.items()
+        }
+    except UserError as error:
+        raise Refusal(Code.DATA, str(error)) from None
+    return Workshop(config.site, benches, SiteStore(config.store, device), config.share_rows)
+
+
+def _check(config: SiteConfig, plan: Plan, text: str) -> None:
+    """Whether the site's administrator lets it take part."""
+    if config.site not in plan.sites:
+        raise UserError(f"the experiment names the sites {', '.join(plan.sites)}; this one is {config.site!r}")
+    if config.approve is not None and config.approve != digest(text):
+        raise UserError(f"the experiment {digest(text)} is not the approved one, {config.approve}")
+    for method in plan.methods:
+        if config.methods and method not in config.methods:
+            raise UserError(f"the method {method!r} is not among those of this site: {', '.join(config.methods)}")
+
+
+def _open(letter: Letter, context: Context) -> Workshop:
+    path = context.node_config.get("config")
+    if not isinstance(path, str):
+        raise Refusal(Code.DATA, 'the node was started without config="site.toml"')
+    try:
+        config = SiteConfig.load(path)
+    except UserError as error:
+        raise Refusal(Code.DATA, str(error)) from None
+    log_to(Path(config.store) / "site.log")
+    only = {job.run for job in letter.jobs} if letter.jobs else None
+    return workshop(config, letter.plan, only)
+
+
+client = client_app(_open)
+server = ServerApp()
+
+
+@server.main()  # type: ignore[untyped-decorator, unused-ignore]
+def _main(grid: Grid, context: Context) -> None:
+    """Runs the experiment that the run's configuration names."""
+    logging.basicConfig(stream=sys.stdout, level=logging.INFO, format="%(message)s")
+    plan, text = Plan.load(str(context.run_config["experiment"]))
+    serve(grid, plan, text, Path(str(context.run_config["out"])), resume=bool(context.run_config["resume"]))

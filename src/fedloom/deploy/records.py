@@ -1,0 +1,116 @@
+"""What a deployment leaves at the server: a folder per run with metrics, checkpoints and the shared model."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fedloom.deploy.plan import Plan, digest
+from fedloom.engines.flower.state import folder_name
+from fedloom.errors import UserError
+from fedloom.run import Record, Run
+from fedloom.server import ServerState
+from fedloom.store import disk
+from fedloom.store.checkpoint import Checkpoints, Snapshot
+from fedloom.store.files import shared_leaves
+from fedloom.store.folder import finite, read_metrics
+from fedloom.store.packing import plain, read
+from fedloom.work import ClientState
+
+EXPERIMENT = "experiment.json"
+
+
+class RunRecords:
+    """The folder of one run."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        with disk.writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+        self._checkpoints = Checkpoints(folder / "checkpoint")
+
+    @staticmethod
+    def of(out: Path | None, key: str) -> RunRecords | None:
+        """The folder of a run below that of its experiment; None where nothing is kept."""
+        return None if out is None else RunRecords(out / folder_name(key))
+
+    @staticmethod
+    def experiment(out: Path | None, plan: Plan, text: str, *, resume: bool) -> str:
+        """The key of the sites' folders: new for a new experiment, the old one for one that goes on."""
+        if out is None:
+            return f"{plan.name}-{secrets.token_hex(4)}"
+        path = out / EXPERIMENT
+        if resume:
+            if not path.exists():
+                raise UserError(f"{out} holds no experiment to go on with; start it without --resume")
+            known = json.loads(read(path))
+            if known["plan"] != digest(text):
+                raise UserError(f"{out} holds another experiment than the one given; choose another folder")
+            return str(known["key"])
+        if path.exists():
+            raise UserError(f"{out} holds an experiment already; go on with --resume or choose another folder")
+        with disk.writing(out):
+            out.mkdir(parents=True, exist_ok=True)
+        key = f"{plan.name}-{secrets.token_hex(4)}"
+        disk.write(path, json.dumps({"key": key, "plan": digest(text), "name": plan.name}).encode())
+        disk.write(out / "experiment.toml", text.encode())
+        return key
+
+    def checkpoint(self, state: ServerState, clients: dict[str, ClientState], facts: dict[str, Any]) -> None:
+        """Writes a checkpoint; it is complete before the next message is sent."""
+        self._checkpoints.save(Snapshot(state, clients, finite(facts)), 0)
+
+    def restore(self) -> Snapshot | None:
+        """The last checkpoint."""
+        found = self._checkpoints.load(torch.device("cpu"))
+        return None if found is None else found[0]
+
+    def history(self) -> list[Record]:
+        """The records so far."""
+        return list(read_metrics(self.folder))
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        """Adds a round to ``metrics.jsonl``."""
+        with disk.writing(self.folder), open(self.folder / "metrics.jsonl", "ab") as file:
+            file.write((json.dumps(finite(record), allow_nan=False) + "\n").encode())
+
+    def finish(self, run: Run) -> None:
+        """Writes the shared model and the table of sites."""
+        from safetensors.torch import save
+
+        folder = self.folder / "models"
+        with disk.writing(folder):
+            folder.mkdir(exist_ok=True)
+        disk.write(folder / "shared.safetensors", save({k: plain(v) for k, v in shared_leaves(run).items()}))
+        rows = [
+            {"client": name, "n_train": len(site.train), "rounds": run.state_of(name).rounds, **run.last.get(name, {})}
+            for name, site in run.sites.items()
+        ]
+        text = io.StringIO()
+        table = csv.DictWriter(text, list(dict.fromkeys(k for row in rows for k in row)), lineterminator="\n")
+        table.writeheader()
+        table.writerows([{k: "" if v is None else v for k, v in row.items()} for row in rows])
+        disk.write(self.folder / "clients.csv", text.getvalue().encode())
+
+
+def show(key: str, record: Mapping[str, Any], primary: str) -> str:
+    """A round in one line.
+
+    Example:
+        >>> show("fedavg", {"round": 3, "auc": 0.8125, "seconds": 5.0, "rejected": [{"client": "b"}]}, "auc")
+        'round 3  fedavg  auc 0.8125  5.0 s  without b'
+    """
+    value = record.get(primary)
+    words = [f"round {record['round']}", key, f"{primary} {value:.4f}" if value is not None else "not tested"]
+    if "seconds" in record:
+        words.append(f"{record['seconds']:.1f} s")
+    if record.get("rejected"):
+        words.append("without " + ", ".join(r["client"] for r in record["rejected"]))
+    return "  ".join(words)
