@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fedloom import rng
 from fedloom.aggregators.similarity import WIDTH, cosines, dealt_groups, project, unlike_groups
+from fedloom.errors import Conflict
 from fedloom.record import Method
 from fedloom.reducers import stack
 from fedloom.slots import Prepare, Prepared, ServerStage, Stage
@@ -81,6 +82,8 @@ def sampled(
         like = next(v for v in facts.start.values() if v.is_floating_point())
         sent = facts.travelling()
         width = min(sum(sent[n].numel() for n in _body(facts.structure) if n in sent), WIDTH)
+        if not width:
+            raise Conflict(f"'aims' cannot be stacked on {method.text!r}: it uploads no body whose likeness could be found")
         empty = {"latest": like.new_zeros(0, width), "known": like.new_zeros(0), "facts": like.new_zeros(4)}
         return empty if period == 1 else empty | {"used": empty["latest"], "used_known": empty["known"]}
 
