@@ -117,7 +117,7 @@ def bind(method: Method, network: Network, task: Task, *, seed: int = 0) -> Boun
     specs, phases = _resolve_phases(method, structure, specs)
     wanted = frozenset(t for p in phases.values() for taps in p.taps.values() for t in taps)
     sweeps = [
-        s for program in ("setup", "round", "adapt") for s in getattr(method.schedule, program) if isinstance(s, Sweep)
+        s for program in ("setup", "round", "adapt", "server") for s in getattr(method.schedule, program) if isinstance(s, Sweep)
     ]
     for chooser in [*(s.taps for s in sweeps), method.evaluate.taps]:
         wanted |= frozenset(resolve_taps(chooser, structure))
@@ -231,7 +231,7 @@ def _resolve_phases(
 ) -> tuple[dict[str, LeafSpec], dict[str, BoundPhase]]:
     infos = {i.name: i for i in structure.leaves}
     found: dict[str, BoundPhase] = {}
-    for program in ("setup", "round", "adapt"):
+    for program in ("setup", "round", "adapt", "server"):
         for phase in method.phases(program):
             of_copy = [s for s in specs.values() if s.copy == phase.copy and s.trainable]
             movable = [s for s in of_copy if s.kind != "frozen" or phase.thaw]

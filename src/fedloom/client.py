@@ -136,7 +136,8 @@ class Desk:
                 self.judge(step)
             else:
                 assert isinstance(step, Send)
-                self.send("setup" if program is self.bound.method.schedule.setup else "round")
+                schedule = self.bound.method.schedule
+                self.send("setup" if program is schedule.setup else "server" if program is schedule.server else "round")
 
     def receive(self, step: Receive) -> None:
         """Shared leaves come from the server, kept ones are the client's own; then the method's receive rule."""

@@ -212,6 +212,7 @@ def build(
         tap_points=tuple(getattr(module, "tap_points", ())),
         blocks=tuple(getattr(module, "blocks", ())) if _all_text(getattr(module, "blocks", ())) else (),
         dtype=dtype,
+        inputs=sample.shape[1:] if isinstance(sample, Tensor) else None,
     )
     network._places = _find_places(module, network.structure)
     state = dict(module.named_parameters()) | dict(module.named_buffers())

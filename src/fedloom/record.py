@@ -182,7 +182,7 @@ class Method:
                 found.update(stage.entries)
         return found
 
-    def phases(self, program: Literal["setup", "round", "adapt"] = "round") -> tuple[Phase, ...]:
+    def phases(self, program: Literal["setup", "round", "adapt", "server"] = "round") -> tuple[Phase, ...]:
         """The training phases of a program."""
         steps: Program = getattr(self.schedule, program)
         return tuple(s for s in steps if isinstance(s, Phase))

@@ -45,6 +45,7 @@ class Run:
         participation: who takes part in a round.
         trace: who is available in each round, where participation says so.
         moments: when the clients of a round are tested besides its end: ``before`` and ``after`` their training.
+        told: what clients sent in the setup program, until the first round has counted its bytes.
     """
 
     bound: Bound
@@ -60,6 +61,7 @@ class Run:
     participation: Participation = field(default_factory=Participation)
     trace: sampling.Trace = ()
     moments: tuple[str, ...] = ()
+    told: list[Reply] = field(default_factory=list)
 
     def at(self, round: int) -> Bound:
         """The bound method in force in a round."""
@@ -106,6 +108,7 @@ class Run:
         for reply in replies:
             self.clients[reply.id] = replace(reply.state, rounds=0)
         self.state = server.aggregate(self.bound, self.state, replies, cohort, "setup")
+        self.told = replies
 
     def drawn(self, round: int) -> sampling.Drawn:
         """Who takes part in a round."""
@@ -309,12 +312,13 @@ def federated(run: Run, round: int) -> Record:
     losses = [r.loss for r in outcome.accepted if r.loss is not None]
     record: Record = {
         "train_loss": sum(losses) / len(losses) if losses else None,
-        **traffic(run.at(round), outcome.accepted, sent, drawn.ids, newcomers),
+        **traffic(run.at(round), [*outcome.accepted, *run.told], sent, drawn.ids, newcomers),
         **server.reports(run.at(round), run.state),
         "clients": list(drawn.ids),
         "skipped": outcome.skipped,
         "rejected": [{"client": r.client, "round": r.round, "reason": r.reason} for r in outcome.rejected],
     }
+    run.told = []
     if run.participation.dropout:
         record["dropped"] = list(drawn.dropped)
     if run.participation.stragglers:

@@ -177,7 +177,8 @@ class Sweep:
         copy: the copy of the model.
         taps: as for terms.
         train: whether modules are in training mode.
-        batch_size: rows of a batch, for statistics that are not sums over rows; ``"run"`` for the run's, None for any.
+        batch_size: rows of a batch, for statistics that are not sums over rows; ``"run"`` for the run's,
+            ``"full"`` for all at once, None for any.
     """
 
     name: str
@@ -187,7 +188,7 @@ class Sweep:
     copy: str = "main"
     taps: TapChooser = ()
     train: bool = False
-    batch_size: int | Literal["run"] | None = None
+    batch_size: int | Literal["run", "full"] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -261,12 +262,15 @@ class Schedule:
         setup: once per client, before its first round.
         round: each time it takes part.
         adapt: before its model is evaluated or used; its result is discarded afterwards.
+        server: after each round's server stages, at the server, on the rows that it holds (``Server.rows``); what its
+            ``Send`` makes (stages with ``when="server"``) is added to the server's leaves.
         participation: ``"all"`` for methods that train every client in every round.
     """
 
     setup: Program = ()
     round: Program = (Receive(), Phase(), Send())
     adapt: Program = (Receive(),)
+    server: Program = ()
     participation: Literal["all"] | None = None
 
 
@@ -294,7 +298,7 @@ class Stage:
     entries: Mapping[str, Reducer] = field(default_factory=dict)
     also: Mapping[str, tuple[str, Reducer]] = field(default_factory=dict)
     memory: Callable[[Facts], Leaves] | None = None
-    when: Literal["round", "setup"] = "round"
+    when: Literal["round", "setup", "server"] = "round"
     follows: tuple[str, ...] = ()
     wire: Mapping[str, Callable[[Leaves], int]] = field(default_factory=dict)
 
@@ -359,11 +363,13 @@ class Server:
         prepare: before a round.
         stages: after the reduce, in order.
         gate: ``(memory) -> {leaf: 0 or 1}``: which gated leaves are shared now.
+        rows: ``(memory) -> (inputs, targets)``: rows that the server holds, for the program ``Schedule.server``.
     """
 
     prepare: tuple[Prepare, ...] = ()
     stages: tuple[ServerStage, ...] = ()
     gate: Callable[[Memory], Leaves] | None = None
+    rows: Callable[[Memory], tuple[Tensor, Tensor]] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -61,6 +61,7 @@ class Structure:
         tap_points: the model's own list of places to tap, if it has one.
         blocks: the model's own list of blocks, if it has one.
         dtype: floating type of the run.
+        inputs: shape of one row of input, or None where inputs are several tensors.
     """
 
     leaves: tuple[LeafInfo, ...]
@@ -72,6 +73,7 @@ class Structure:
     tap_points: tuple[str, ...] = ()
     blocks: tuple[str, ...] = ()
     dtype: torch.dtype = torch.float32
+    inputs: torch.Size | None = None
 
     def layers(self) -> dict[str, tuple[str, ...]]:
         """Weight layers of the user's model in forward order, without normalisation: module -> its trainable leaves."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fedloom import layers, rng
 from fedloom.tasks.base import class_logits
-from fedloom.types import Batch, Leaves, Seen
+from fedloom.types import Batch, Inputs, Leaves, Seen
 
 if TYPE_CHECKING:
     from fedloom.bound import Bound
@@ -100,6 +100,11 @@ class View:
     def structure(self) -> Structure:
         """What is known of the model: its leaves, its layers, their order."""
         return self._bound.structure
+
+    @property
+    def inputs(self) -> Inputs:
+        """The batch's inputs as the model sees them: in the run's floating type, bytes scaled."""
+        return self._bound.network.prepared(self.batch.x)
 
     def head(self, z: Tensor) -> Tensor:
         """The head alone, applied to features."""

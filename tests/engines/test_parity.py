@@ -15,12 +15,15 @@ from torch import nn
 import fedloom as fl
 from tests.helpers import AWKWARD, bn_mlp, dropout_mlp, everything, federation, fit, gap, small_cnn
 
+METHOD_ARGUMENTS = {"fedaf": "(image_steps=4, image_lr=0.1, server_epochs=2)"}
+"""Arguments for methods whose defaults ask for very many steps, in which rounding grows."""
+
 PLUGIN_ARGUMENTS: dict[str, str] = {}
 """Arguments for plug-ins that have no defaults, or whose defaults do nothing on a tiny network."""
 
 
 def texts() -> list[str]:
-    found = list(fl.list_methods())
+    found = [name + METHOD_ARGUMENTS.get(name, "") for name in fl.list_methods()]
     for name in fl.list_plugins():
         entry = fl.describe(name)
         arguments = PLUGIN_ARGUMENTS.get(name, "()")
@@ -80,7 +83,9 @@ def test_bad_client_leaves_the_others_alone() -> None:
     )
     options = {"rounds": 1, "epochs": 1, "batch_size": 4, "precision": "fp32", "optimizer": fl.sgd(10.0)}
     for engine in ("loop", "vectorised"):
-        good, hurt = (fit("local", lambda: nn.Sequential(nn.Linear(6, 3)), d, engine=engine, **options) for d in (data, bad))
+        good, hurt = (
+            fit("local", lambda: nn.Sequential(nn.Linear(6, 3)), d, engine=engine, **options) for d in (data, bad)
+        )
         assert [r["client"] for r in hurt.history[0]["rejected"]] == ["1"]
         left, right = everything(good), everything(hurt)
         for name in right:

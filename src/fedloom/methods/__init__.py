@@ -3,6 +3,7 @@
 from fedloom.methods.alignment import fedas
 from fedloom.methods.averaging import fedavg, fedprox, local, local_full, scaffold
 from fedloom.methods.collaboration import fedcac, fedpac
+from fedloom.methods.condensation import fedaf
 from fedloom.methods.feature_level import feddbe, fedrod, gpfl
 from fedloom.methods.fine_tuning import fedavg_ft, fedbabu, lg_fedavg
 from fedloom.methods.global_classes import balancefl, fedgau, fedir
@@ -22,6 +23,7 @@ __all__ = [
     "balancefl",
     "ditto",
     "fedadam",
+    "fedaf",
     "fedaims",
     "fedaims_full",
     "fedala",
