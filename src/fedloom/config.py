@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from fedloom import data as sets
 from fedloom import expr, models, optim
 from fedloom.data import Federation
+from fedloom.data.augment import Augment
 from fedloom.errors import UnknownName, UserError
 from fedloom.modes import Mixing
 from fedloom.optim import Optimizer
@@ -30,10 +31,21 @@ SECTIONS: dict[str, type[Any]] = {
     "hybrid": Mixing,
     "participation": Participation,
     "evaluate": Evaluate,
+    "augment": Augment,
 }
 """Tables of a configuration whose keys are fixed."""
 
-KEYS = ("method", "data", "model", "optimizer", *option_names(Settings), "hybrid", "participation", "evaluate")
+KEYS = (
+    "method",
+    "data",
+    "model",
+    "optimizer",
+    *option_names(Settings),
+    "hybrid",
+    "participation",
+    "evaluate",
+    "augment",
+)
 """Every key of a configuration; each is an argument of ``fit``."""
 
 WRITTEN = ("resolved", "repeatable")
@@ -234,23 +246,27 @@ def federation_of(value: object, seed: int) -> tuple[Federation, Table]:
 def model_of(value: Mapping[str, Any] | str, data: Federation, task: Task) -> tuple[Callable[[], nn.Module], Table]:
     """A network by name, with its sizes filled in from the data, and its table."""
     name, options = named("model", value)
-    table = {"name": name, **plain(options)}
-    options.pop("head", None)
     x = data.clients[0].train.x
     if not isinstance(x, Tensor):
         raise UserError(
             f"model {name!r} takes one input, but the data have several; give a module of your own in Python"
         )
-    width, shape = outputs_of(data, task), x.shape[1:]
+    return model_by_name(value, outputs_of(data, task), tuple(x.shape[1:])), {"name": name, **plain(options)}
+
+
+def model_by_name(value: Mapping[str, Any] | str, outputs: int, shape: Sequence[int]) -> Callable[[], nn.Module]:
+    """What makes a network by name, for rows of a shape."""
+    name, options = named("model", value)
+    options = {k: v for k, v in options.items() if k != "head"}
     models.find(name)
 
     def make() -> nn.Module:
         try:
-            return models.build(name, num_classes=width, sample_shape=shape, **options)
+            return models.build(name, num_classes=outputs, sample_shape=shape, **options)
         except (TypeError, RuntimeError) as error:
             raise UserError(f"model {name!r}: {error}") from None
 
-    return make, table
+    return make
 
 
 def outputs_of(data: Federation, task: Task) -> int:

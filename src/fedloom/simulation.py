@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,6 +13,7 @@ from torch import nn
 
 from fedloom import building, config, expr, newcomers, sampling, server, tasks
 from fedloom.data import ClientData, Federation, concatenate
+from fedloom.data.augment import Augmentation, augment_table, augmentation
 from fedloom.engines import Engine, LoopEngine, choice
 from fedloom.errors import UserError
 from fedloom.modes import CLOUD, POOL, Hybrid, Mixing
@@ -53,6 +55,7 @@ def fit(
     evaluate: Mapping[str, Any] | None = None,
     participation: Mapping[str, Any] | None = None,
     hybrid: Mapping[str, Any] | None = None,
+    augment: Augmentation | Mapping[str, Any] | None = None,
     out: str | Path | None = None,
     resume: bool = False,
     progress: bool = True,
@@ -85,6 +88,8 @@ def fit(
         evaluate: when and whom to test, see :class:`fedloom.options.Evaluate`.
         participation: who takes part in a round, see :class:`fedloom.options.Participation`.
         hybrid: options of hybrid mode, see :class:`fedloom.modes.Mixing`.
+        augment: random changes of training pictures and their masks, see :class:`fedloom.data.Augment`; or a function
+            ``(x, y, key) -> (x, y)`` of one client's batch.
         out: folder for configuration, metrics, checkpoints and models; None writes nothing.
         resume: go on with what is in ``out``; the finished run is identical to one that was never interrupted.
         progress: whether a bar is shown (on terminals).
@@ -122,6 +127,7 @@ def fit(
         read(Participation, participation or {}, "participation"),
     )
     mixing = read(Mixing, hybrid or {}, "hybrid") if mode == "hybrid" else None
+    changes = augmentation(augment)
     if resume and out is None:
         raise UserError("resume=True needs out='folder', the folder of the run to go on with")
     if mode != "centralised" and optimizer_state == "keep":
@@ -137,6 +143,7 @@ def fit(
         made, federation, goal, seed=seed, head=model_table.get("head"), device=where, precision=precision
     )
     state = _run(chosen, net, goal, there, settings, sgd, where)
+    state.work = replace(state.work, augment=changes)
     state.engine, plan = choice.resolve(state, engine, workers=settings.workers, head=model_table.get("head"))
     state.participation, state.moments = asking, tuple(m for m in ("before", "after") if m in judging.moments)
     if asking.trace is not None:
@@ -149,8 +156,10 @@ def fit(
         "evaluate": config.table_of(judging),
         "participation": config.table_of(asking),
         "hybrid": None if mixing is None else config.table_of(mixing),
+        "augment": augment_table(changes),
     }
     full = _configuration(chosen, settings, tables, goal, state, notes)
+    full["resolved"] |= _shapes(federation, net)
     full["resolved"]["plan"] = plan.record()
     session = Session(
         state=state,
@@ -266,6 +275,7 @@ def _configuration(
     except UserError:
         known = False
     repeatable = known and "fingerprint" not in (tables["data"] or {}) and "name" in (tables["model"] or {})
+    repeatable = repeatable and "given" not in (tables["augment"] or {})
     full: Table = {"method": method.text, **config.table_of(settings)}
     full |= {key: config.plain(table) for key, table in tables.items() if table}
     full["repeatable"] = repeatable and task.name in tasks.TASKS
@@ -283,6 +293,17 @@ def _configuration(
         "notes": list(notes),
     }
     return full
+
+
+def _shapes(data: Federation, net: Network) -> Table:
+    """What is needed to make the network again, and to use it, without the data."""
+    x = data.clients[0].train.x
+    found: Table = {"outputs": net.structure.outputs, "classes": list(data.classes or ())}
+    if isinstance(x, torch.Tensor):
+        found |= {"shape": list(x.shape[1:]), "bytes": x.dtype == torch.uint8}
+    if data.scale is not None:
+        found["scale"] = {"mean": list(data.scale.mean), "std": list(data.scale.std)}
+    return found
 
 
 def buffer_policy(state: Run) -> str:

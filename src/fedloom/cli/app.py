@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 import fedloom
-from fedloom.cli import listing, running, showing
+from fedloom.cli import computing, deploy, helping, listing, running, showing, using
 
 HELP = """Personalised federated learning on PyTorch.
 
@@ -42,3 +42,10 @@ def top(
 app.command("demo")(showing.demo)
 app.command("run")(running.run)
 app.command("list")(listing.names)
+app.command("predict")(using.predict)
+app.command("export")(using.export)
+app.command("check")(helping.check)
+app.command("cite")(helping.cite)
+app.command("theory")(computing.theory)
+app.command("doctor")(helping.doctor)
+app.add_typer(deploy.app, name="deploy")

@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import tomli_w
 import torch
 
 from fedloom.errors import UserError
@@ -76,6 +75,8 @@ class RunFolder:
 
     def begin(self, config: Table) -> None:
         """Writes the configuration."""
+        import tomli_w  # only a run with a folder needs it
+
         disk.write(self.path / RUN, tomli_w.dumps(config).encode())
 
     def check_same(self, config: Table) -> None:

@@ -14,6 +14,7 @@ from fedloom import building, config, evaluation, expr, tasks
 from fedloom import run as runs
 from fedloom.bound import bind
 from fedloom.data import Preprocessing
+from fedloom.data.augment import augmentation
 from fedloom.errors import UserError
 from fedloom.result import ClientResult, Clients, Result, Routed
 from fedloom.store.checkpoint import Checkpoints
@@ -103,8 +104,8 @@ class SavedModels:
         """The network, with its initial weights."""
         table = dict(self.table.get("model", {}))
         if "given" not in table:
-            federation, _ = config.federation_of(self.table["data"], int(self.table["seed"]))
-            made, _ = config.model_of(table, federation, self.task)
+            resolved = self.table["resolved"]
+            made = config.model_by_name(table, resolved["outputs"], resolved["shape"])
             return building.make_module(made, int(self.table["seed"]))
         if self.given is None:
             raise UserError(
@@ -118,19 +119,23 @@ class SavedModels:
             raise UserError(f"{self.path}: the model given differs from the run's in {', '.join(differs[:8])}")
         return module
 
-    def model(self, client: str | None) -> nn.Module:
-        """The shared model, or a client's own."""
+    def routed(self) -> bool:
+        """Whether predictions take a route of the method's own, rather than being the model's plain output."""
         try:
             method = expr.method(str(self.table["method"]))
         except UserError:
-            method = None
-        module = self.module()
-        while method is not None and method.then is not None:
+            return False
+        while method.then is not None:
             method = method.then[1]
-        routed = method is not None and (method.evaluate.predict is not None or method.partition.rewrite is not None)
-        if client is None or not routed:
-            leaves = self.leaves(client)
-            module.load_state_dict({k: v.to(module.state_dict()[k].dtype) for k, v in leaves.items()}, strict=False)
+        return method.evaluate.predict is not None or method.partition.rewrite is not None
+
+    def model(self, client: str | None) -> nn.Module:
+        """The shared model, or a client's own."""
+        module = self.module()
+        if client is None or not self.routed():
+            if self.table["precision"] == "fp64":
+                module = module.double()
+            module.load_state_dict(self.leaves(client), strict=False)  # tied weights are saved once
             return module.eval()
         return self._routed(module, client)
 
@@ -166,6 +171,7 @@ class SavedModels:
             config.optimizer_of(self.table["optimizer"]),
             seed,
             int(self.table["rounds"]),
+            augment=augmentation(self.table.get("augment")),
         )
         state = runs.Run(
             bound=bound,

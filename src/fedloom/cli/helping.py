@@ -1,0 +1,108 @@
+"""``fedloom check``, ``cite``, ``doctor``: is it right, whose is it, does it work here."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import tempfile
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+import fedloom
+from fedloom import data, expr, registry
+from fedloom.checks import check_method
+from fedloom.data.files import data_folders
+from fedloom.errors import UserError
+from fedloom.simulation import fit
+
+AsJson = Annotated[bool, typer.Option("--json", help="As JSON.")]
+
+
+def check(
+    method: Annotated[str, typer.Argument(help="A method, such as 'fedprox(mu=0.1) + clip(1.0)'.")],
+    as_json: AsJson = False,
+) -> int:
+    """Run the method contract on a tiny federation; exit status 1 where a line of it does not hold."""
+    report = check_method(expr.method(method))
+    if as_json:
+        lines = [{"name": c.name, "problem": c.problem} for c in report.checks]
+        typer.echo(json.dumps({"method": report.method, "ok": bool(report), "checks": lines}, indent=2))
+    else:
+        typer.echo(str(report))
+    return 0 if report else 1
+
+
+def cite(method: Annotated[str, typer.Argument(help="A method or plug-in, or a composition of them.")]) -> None:
+    """Say which papers to cite for a method."""
+    for name, _, _ in expr.parse_call(method):
+        entry = registry.describe(name)
+        typer.echo(f"{name}: {entry.paper or 'no paper; it is a part of fedloom itself'}")
+    typer.echo(
+        f"fedloom: The fedloom contributors. fedloom {fedloom.__version__}: personalised federated learning on PyTorch."
+    )
+
+
+def doctor(as_json: AsJson = False) -> int:
+    """Look at this installation and train for a second; exit status 1 where something does not work."""
+    facts: dict[str, Any] = {
+        "fedloom": fedloom.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "system": platform.platform(),
+        "processors": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
+    }
+    for package in ("numpy", "safetensors", "typer", "rich", "tomli_w", "matplotlib", "PIL", "flwr"):
+        facts[package] = _version({"PIL": "pillow", "tomli_w": "tomli-w"}.get(package, package))
+    problems = _data_facts(facts) + _disk_facts(facts) + _trial(facts)
+    if as_json:
+        typer.echo(json.dumps({**facts, "problems": problems}, indent=2))
+        return 1 if problems else 0
+    for key, value in facts.items():
+        typer.echo(f"{key:<18} {value}")
+    for problem in problems:
+        typer.echo(f"problem: {problem}")
+    typer.echo("all is well" if not problems else f"{len(problems)} problem(s)")
+    return 1 if problems else 0
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _data_facts(facts: dict[str, Any]) -> list[str]:
+    for number, place in enumerate(data_folders(), start=1):
+        facts[f"data folder {number}"] = f"{place} ({'there' if place.is_dir() else 'not there yet'})"
+    return []
+
+
+def _disk_facts(facts: dict[str, Any]) -> list[str]:
+    free = shutil.disk_usage(Path.cwd()).free
+    facts["free disk space"] = f"{free / 1e9:.1f} GB"
+    return [] if free > 1e8 else ["less than 100 MB are free on this disk"]
+
+
+def _trial(facts: dict[str, Any]) -> list[str]:
+    """Two rounds on the digits, written and read."""
+    begun = time.perf_counter()
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            federation = data.load("digits").partition(data.dirichlet(0.3), clients=4, seed=0)
+            fit("fedper", "mlp", federation, rounds=2, out=Path(folder) / "run", progress=False)
+            fedloom.load_run(Path(folder) / "run").model("0")
+    except (UserError, RuntimeError, OSError) as error:
+        facts["trial run"] = "failed"
+        return [f"a trial run failed: {error}"]
+    facts["trial run"] = f"{time.perf_counter() - begun:.2f} s"
+    return []
