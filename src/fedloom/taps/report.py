@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from fedloom import layers, network, tasks
+from fedloom import layers, models, network, tasks
 from fedloom.errors import UserError
 from fedloom.slots import Sweep
 from fedloom.structure import Structure
@@ -79,6 +80,43 @@ def costs(model: nn.Module, x: Inputs, *, task: str = "classification", repeats:
     return made
 
 
+def model_costs(
+    name: str,
+    *,
+    sample_shape: tuple[int, ...] | None = None,
+    num_classes: int | None = None,
+    rows: int = 8,
+    repeats: int = 5,
+) -> list[TapCost]:
+    """:func:`costs` of a network that fedloom ships, by its name, in training on its own kind of data.
+
+    Args:
+        name: of the network.
+        sample_shape: of one input; None for the factory's own size, pictures of 64 x 64 or the least that works.
+        num_classes: None for the factory's own.
+        rows: of the batch.
+        repeats: measurements of each tap.
+
+    Example:
+        >>> [c.name for c in model_costs("mlp", repeats=1)]
+        ['body.act1']
+    """
+    settings = {k: p.default for k, p in inspect.signature(models.find(name)).parameters.items()}
+    classes = settings["num_classes"] if num_classes is None else num_classes
+    if sample_shape is None and "in_features" in settings:
+        sample_shape = (settings["in_features"],)
+    for side in (64, 256) if sample_shape is None else (0,):
+        shape = sample_shape or (settings["in_channels"], side, side)
+        model = models.build(name, num_classes=classes, sample_shape=shape)
+        if side >= getattr(model, "min_size", 1):
+            break
+    x = torch.zeros(rows, *shape)
+    with torch.no_grad():
+        output = model.eval()(x[:1])
+    task = "segmentation" if output.dim() == 4 else "binary" if output.shape[1] == 1 else "classification"
+    return costs(model, x, task=task, repeats=repeats)
+
+
 def _supervised(task: str) -> bool:
     return task in tasks.TASKS and tasks.TASKS[task].classes
 
@@ -99,7 +137,7 @@ def _measured(structure: Structure, tap: Tap, feature: Tensor, batch: Batch, rep
         return value
 
     times = []
-    for _ in range(max(repeats, 1)):
+    for _ in range(1 + max(repeats, 1)):
         _wait(feature)
         begun = time.perf_counter()
         z = feature.clone().requires_grad_()
@@ -112,7 +150,8 @@ def _measured(structure: Structure, tap: Tap, feature: Tensor, batch: Batch, rep
         times.append(time.perf_counter() - begun)
         memory = feature.numel() * feature.element_size() + sum(kept.values())
         kept.clear()
-    return sorted(times)[len(times) // 2], memory
+    times = sorted(times[1:])  # the first one warms up
+    return times[len(times) // 2], memory
 
 
 def _wait(value: Tensor) -> None:
