@@ -13,7 +13,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from fedloom.bound import BoundPhase
+from fedloom import rng
+from fedloom.bound import Bound, BoundPhase
+from fedloom.data.augment import Augmentation, key_of
+from fedloom.errors import UserError
 from fedloom.optim import Optimizer, OptState
 from fedloom.types import Batch, Leaves, Memory, Seen
 from fedloom.view import View
@@ -32,13 +35,15 @@ def objective(desk: Desk, bound_phase: BoundPhase, see: Callable[..., Seen] | No
     """The sum of the terms of a phase, for one client: ``(leaves, private, batch, carry, step) -> (value, carry)``."""
     phase, bound = bound_phase.phase, desk.bound
     trained = tuple(bound.specs[n].local for n in bound_phase.trained)
-    terms, seeing = bound_phase.terms, see or desk.see
+    terms, seeing, augment = bound_phase.terms, see or desk.see, desk.work.augment
     carries = any(t.carry is not None for t in terms)
 
     def fn(
         leaves: Leaves, private: dict[str, Any], packed: dict[str, Any], carry: Memory, step: Tensor | int
     ) -> tuple[Tensor, Memory]:
         seen, batch = seeing(private), Batch.unpacked(packed)
+        if augment is not None:
+            batch = augmented(augment, batch, bound, key_of(seen.noise, step))
         if phase.view is not None:
             leaves = {**leaves, **phase.view(leaves, seen)}
         view = View(
@@ -66,6 +71,17 @@ def objective(desk: Desk, bound_phase: BoundPhase, see: Callable[..., Seen] | No
         return total, carry
 
     return fn
+
+
+def augmented(augment: Augmentation, batch: Batch, bound: Bound, key: Tensor) -> Batch:
+    """A training batch as the run's augmentation changes it: inputs are scaled first, as the network would."""
+    x = bound.network.prepared(batch.x)
+    if not isinstance(x, Tensor):
+        raise UserError("augment: the model has several inputs; expected one tensor of pictures")
+    with torch.no_grad():
+        x, y = augment(x, batch.y, key)
+    pair = None if batch.pair is None else augmented(augment, batch.pair, bound, rng.fold(key, 1))
+    return Batch(x, y, batch.mask, pair)
 
 
 class Stepper:
@@ -127,6 +143,9 @@ class Stepper:
             self.assign(phase.after, active)
         self.note(losses, active)
 
+    def finish(self) -> None:
+        """What remains to be done after the last step."""
+
     def gradients(self, packed: dict[str, Any]) -> tuple[Tensor, list[Tensor | None] | None]:
         """Losses and gradients; None where the objective does not reach any leaf."""
         losses, self.carry = self.objective(self.leaves, self.private, packed, self.carry, self.number())
@@ -174,7 +193,8 @@ class Stepper:
     def number(self) -> Tensor:
         """The number of the step as a tensor, where noise is drawn from it."""
         noise: Tensor = self.private["noise"]
-        return torch.full_like(noise, self.made) if self.desk.bound.network.noisy else noise
+        drawn = self.desk.bound.network.noisy or self.desk.work.augment is not None
+        return torch.full_like(noise, self.made) if drawn else noise
 
     def begin(self, used: set[str]) -> None:
         """Makes the optimisers of the leaves that the objective reaches."""

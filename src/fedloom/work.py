@@ -9,6 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from fedloom.data import Rows
+from fedloom.data.augment import Augmentation
 from fedloom.optim import Optimizer, OptState
 from fedloom.types import Leaves, Memory, Message
 
@@ -86,7 +87,10 @@ class Post:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """How clients work in a run: the options that are the same for all of them."""
+    """How clients work in a run: the options that are the same for all of them.
+
+    ``augment`` is applied to every training batch before the forward pass, never in sweeps or tests.
+    """
 
     epochs: int
     batch_size: int | str
@@ -94,6 +98,7 @@ class Work:
     seed: int
     rounds: int | None = None
     keep_optimizer: bool = False
+    augment: Augmentation | None = None
 
 
 @dataclass(slots=True)

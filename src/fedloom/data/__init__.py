@@ -1,5 +1,6 @@
 """Data: federations, data sets, and how rows are dealt to clients."""
 
+from fedloom.data.augment import Augment
 from fedloom.data.dataset import Dataset
 from fedloom.data.datasets import DATASETS, load
 from fedloom.data.federation import ClientData, Federation, Scale, to_float
@@ -24,6 +25,7 @@ from fedloom.data.scenes import street_scenes
 from fedloom.data.tables import encode_table
 
 __all__ = [
+    "Augment",
     "ClientData",
     "DATASETS",
     "Dataset",
