@@ -188,6 +188,18 @@ def test_fedir_weights_add_up_to_the_share_of_the_held_classes(counts: list[list
         assert float(loss) / math.log(3) == pytest.approx(p[row > 0].sum(), rel=1e-12)
 
 
+def test_histograms_and_statistics_are_counted_once() -> None:
+    float64, classes, numbers = 8, 3, 2
+    plain, fedir, fedgau = (fit(m, mlp(), DATA, cohort=2, rounds=2).history for m in ("fedavg", "fedir", "fedgau"))
+    assert [a["bytes_up"] - b["bytes_up"] for a, b in zip(fedir, plain, strict=True)] == [
+        len(DATA) * classes * float64,
+        0,
+    ]
+    weights = 2 * float64
+    more = [a["bytes_up"] - b["bytes_up"] for a, b in zip(fedgau, plain, strict=True)]
+    assert more == [len(DATA) * numbers * float64 + weights, weights]
+
+
 def test_fedir_refuses_bad_bounds() -> None:
     for clip in ("(2, 1)", "(-1, 1)", "(1,)"):
         with pytest.raises(fl.UserError, match="smallest"):
