@@ -111,9 +111,10 @@ def test_only_what_is_declared_leaves_a_site(method: str) -> None:
             for part in answer.message.values():
                 for value in part.values():
                     assert not rows & {float(v) for v in value.flatten()}
-        assert len(content.array_records[wire.TENSORS]) <= mentioned
+        assert list(content.array_records[wire.TENSORS]) == [wire.BYTES]
         outline = wire.outline_of(content)
-        assert set(outline) == {"version", "site", "facts", "answers", "code"}
+        assert len(outline["tensors"]) <= mentioned
+        assert set(outline) == {"version", "site", "facts", "answers", "code", "tensors"}
     assert uploads == 8
 
 

@@ -81,7 +81,7 @@ def test_nothing_personal_is_in_any_message(tmp_path: Path) -> None:
     """Searches every byte that leaves a site for its rows, its labels' order and its personal leaves."""
     data, replies = people(), []
     deploy(tmp_path, experiment(["ditto", "fedrep"]), data, lambda m, r: replies.append(r))
-    kept = [p for p in (tmp_path / "sites").rglob("round-*.safetensors")]
+    kept = list((tmp_path / "sites").rglob("round-*.safetensors"))
     assert len(kept) == 3 * 2 * 2
     secrets = [row.tobytes() for client in data for row in client.train.x.numpy()]  # type: ignore[union-attr]
     from fedloom.engines.flower.state import SiteStore

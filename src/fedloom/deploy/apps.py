@@ -32,7 +32,7 @@ def workshop(config: SiteConfig, text: str, only: set[str] | None = None) -> Wor
         plan = Plan.parse(text)
         _check(config, plan, text)
         device = building.device_of(config.device)
-        runs = {k: v for k, v in plan.keys().items() if only is None or k in only}
+        runs = {k: v for k, v in plan.runs().items() if only is None or k in only}
         bounds = {key: plan.bounds(method, seed, device) for key, (method, seed) in runs.items()}
     except UserError as error:
         raise Refusal(Code.PLAN, str(error)) from None
@@ -78,6 +78,9 @@ server = ServerApp()
 @server.main()  # type: ignore[untyped-decorator, unused-ignore]
 def _main(grid: Grid, context: Context) -> None:
     """Runs the experiment that the run's configuration names."""
-    logging.basicConfig(stream=sys.stdout, level=logging.INFO, format="%(message)s")
+    news = logging.getLogger("fedloom.server")
+    news.addHandler(logging.StreamHandler(sys.stdout))
+    news.setLevel(logging.INFO)
+    news.propagate = False
     plan, text = Plan.load(str(context.run_config["experiment"]))
     serve(grid, plan, text, Path(str(context.run_config["out"])), resume=bool(context.run_config["resume"]))

@@ -154,7 +154,7 @@ class Plan:
 
     # Making.
 
-    def keys(self) -> dict[str, tuple[str, int]]:
+    def runs(self) -> dict[str, tuple[str, int]]:
         """Method and seed of each run, by its name among those that share messages."""
         many = len(self.seeds) > 1
         return {f"{m} [seed {s}]" if many else m: (m, s) for s in self.seeds for m in self.methods}

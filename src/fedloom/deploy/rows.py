@@ -72,6 +72,7 @@ class SiteConfig:
         share_rows: whether outputs and targets of its test rows may leave, for metrics over all sites together.
         approve: SHA-256 of the experiment that its administrator has approved; any is accepted without.
         methods: the methods it takes part in; any without.
+        server: address of the server, and the port on this machine that Flower's node uses.
     """
 
     site: str
@@ -81,6 +82,7 @@ class SiteConfig:
     share_rows: bool = False
     approve: str | None = None
     methods: tuple[str, ...] = ()
+    server: Mapping[str, Any] = field(default_factory=dict)
 
     @staticmethod
     def load(path: str | Path) -> SiteConfig:

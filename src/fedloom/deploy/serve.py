@@ -102,7 +102,7 @@ class Course:
         records: RunRecords | None,
         device: torch.device,
     ) -> None:
-        method, seed = plan.keys()[key]
+        method, seed = plan.runs()[key]
         made = plan.bounds(method, seed, device)
         self._check_models(key, fingerprint(made), facts)
         bounds = {stage: replace(bound, task=remote(bound.task)) for stage, bound in made.items()}
@@ -290,9 +290,9 @@ def serve(
     post = Post(grid, timeout=plan.timeout, poll=poll)
     facts = roll_call(post, plan, text, key)
     log.info(
-        "sites: %s", ", ".join(f"{s} ({_rows_of(facts[s], next(iter(plan.keys())))['train']} rows)" for s in plan.sites)
+        "sites: %s", ", ".join(f"{s} ({_rows_of(facts[s], next(iter(plan.runs())))['train']} rows)" for s in plan.sites)
     )
-    keys = plan.keys()
+    keys = plan.runs()
     hub = Hub(_Exchange(post, plan, text, key), key, text, len(keys))
     courses = {k: Course(plan, k, hub, facts, RunRecords.of(out, k), device) for k in keys}
     if resume:

@@ -5,8 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+
 from fedloom.client import Desk
 from fedloom.deploy.apps import workshop
+from fedloom.deploy.plan import Plan
 from fedloom.deploy.rows import SiteConfig
 from fedloom.engines.flower.codes import Refusal
 from fedloom.engines.flower.site import desk_for
@@ -52,3 +56,28 @@ def site_desk(config: str | Path, experiment: str, run: str, key: str | None = N
         raise UserError(refusal.reason) from None
     desk.run(bench.bounds[job.stage].method.schedule.adapt)
     return desk
+
+
+def predict(config: Path, experiment: Path, run: str, file: Path) -> list[list[float]]:
+    """Outputs of a site's own model for the rows of a file.
+
+    Args:
+        config: the site's own file.
+        experiment: the experiment.
+        run: the method (and seed, where there are several).
+        file: an npz file with x, in the form that the experiment says.
+    """
+    plan, text = Plan.load(experiment)
+    try:
+        with np.load(file, allow_pickle=False) as arrays:
+            x = torch.from_numpy(arrays["x"])
+    except (OSError, KeyError, ValueError) as error:
+        raise UserError(f"{file}: expected an npz file with x ({error})") from None
+    expected = plan.rows().x
+    assert isinstance(expected, torch.Tensor)
+    if x.shape[1:] != expected.shape[1:] or x.dtype != expected.dtype:
+        raise UserError(
+            f"{file}: x is {tuple(x.shape)} {x.dtype}; expected rows of {tuple(expected.shape[1:])} {expected.dtype}"
+        )
+    output = site_desk(config, text, run).predict(x)
+    return [[float(v) for v in row.flatten()] for row in output]

@@ -1,8 +1,9 @@
 """What travels: letters to sites and their answers, as Flower records.
 
-A message holds two records: ``tensors``, an array record whose keys are numbers, and ``outline``, a JSON text that says which
-number is which tensor. Names may therefore hold any character, a tensor that several programs need travels once, and nothing is
-unpickled: an array is read as a plain ``.npy`` of numbers, whose header is checked against its length first.
+A message holds two records: ``tensors``, one array of bytes in which all tensors lie one behind the other (Flower fetches every
+array by requests of its own, so many small ones would cost more than they weigh), and ``outline``, a JSON text that says which bytes
+are which tensor. Names may therefore hold any character, a tensor that several programs need travels once, and nothing is unpickled:
+types come from a short list, and shapes are believed only where they fit the bytes.
 """
 
 from __future__ import annotations
@@ -22,9 +23,12 @@ from torch import Tensor
 from fedloom.types import Leaves, Memory, Message
 from fedloom.work import Post
 
-TENSORS, OUTLINE = "tensors", "outline"
+TENSORS, OUTLINE, BYTES = "tensors", "outline", "bytes"
 VERSION = 1
-_KINDS = frozenset("biuf")
+TYPES = {
+    name: np.dtype(name).newbyteorder("<")
+    for name in ("float16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8", "bool")
+}
 
 
 class Malformed(ValueError):
@@ -114,64 +118,74 @@ class Sack:
     """Tensors on their way; each is packed once, however often it is mentioned."""
 
     def __init__(self) -> None:
-        self.arrays: dict[str, Array] = {}
-        self._known: dict[int, tuple[str, Tensor]] = {}
+        self.forms: list[tuple[str, list[int]]] = []
+        self.parts: list[bytes] = []
+        self._known: dict[int, tuple[int, Tensor]] = {}
 
-    def add(self, tensor: Tensor) -> str:
+    def add(self, tensor: Tensor) -> int:
         """The number of a tensor."""
         if id(tensor) not in self._known:
-            number = str(len(self.arrays))
-            self.arrays[number] = Array(tensor.detach().cpu().contiguous().numpy())
-            self._known[id(tensor)] = (number, tensor)  # the reference keeps the id from being used again
+            kind = str(tensor.dtype).removeprefix("torch.")
+            assert kind in TYPES, f"a tensor of type {kind} cannot travel"
+            self._known[id(tensor)] = (len(self.forms), tensor)  # the reference keeps the id from being used again
+            self.forms.append((kind, list(tensor.shape)))
+            self.parts.append(tensor.detach().cpu().contiguous().numpy().tobytes())
         return self._known[id(tensor)][0]
 
-    def leaves(self, values: Leaves) -> dict[str, str]:
+    def leaves(self, values: Leaves) -> dict[str, int]:
         """Numbers by name."""
         return {name: self.add(value) for name, value in values.items()}
 
-    def memory(self, values: Mapping[str, Leaves]) -> dict[str, dict[str, str]]:
+    def memory(self, values: Mapping[str, Leaves]) -> dict[str, dict[str, int]]:
         """Numbers by owner and name."""
         return {owner: self.leaves(kept) for owner, kept in values.items()}
 
 
-def decode(array: Array) -> Tensor:
-    """A tensor from a Flower array, or an error; the header is believed only where it fits the bytes."""
+def content_of(array: Array) -> memoryview:
+    """The bytes of a Flower array of bytes; its header is believed only where it fits."""
     if not isinstance(array, Array) or array.stype != "numpy.ndarray":
         raise Malformed("an array of another kind")
     stream = io.BytesIO(array.data)
     try:
         if npy.read_magic(stream) != (1, 0):
             raise Malformed("an array of another version")
-        shape, fortran, dtype = npy.read_array_header_1_0(stream)
+        shape, _, dtype = npy.read_array_header_1_0(stream)
     except ValueError as error:
         raise Malformed("an array without a header") from error
-    content = array.data[stream.tell() :]
-    count = 1
-    for side in shape:
-        count *= side
-    if dtype.kind not in _KINDS or fortran or min(shape, default=0) < 0 or count * dtype.itemsize != len(content):
+    content = memoryview(array.data)[stream.tell() :]
+    if dtype != np.uint8 or shape != (len(content),):
         raise Malformed("an array whose header does not fit its bytes")
-    try:
-        return torch.from_numpy(np.frombuffer(bytearray(content), dtype).reshape(shape))
-    except (TypeError, ValueError) as error:
-        raise Malformed("an array of numbers that torch does not know") from error
+    return content
 
 
 class Unpacked:
     """The tensors of a message by number."""
 
-    def __init__(self, records: RecordDict, device: torch.device) -> None:
-        found = records.array_records.get(TENSORS)
-        self._arrays: Mapping[str, Array] = found if found is not None else {}
-        self._made: dict[str, Tensor] = {}
-        self._device = device
+    def __init__(self, content: RecordDict, outline: Mapping[str, Any], device: torch.device) -> None:
+        found = content.array_records.get(TENSORS)
+        self._device, self._made = device, dict[int, Tensor]()
+        self._places: list[tuple[str, list[int], memoryview]] = []
+        rest = memoryview(b"") if found is None or BYTES not in found else content_of(found[BYTES])
+        for form in _list(outline, "tensors"):
+            kind, shape = _form(form)
+            size = TYPES[kind].itemsize
+            for side in shape:
+                size *= side
+            if size > len(rest):
+                raise Malformed("an outline of more bytes than there are")
+            self._places.append((kind, shape, rest[:size]))
+            rest = rest[size:]
+        if len(rest):
+            raise Malformed("bytes that no tensor explains")
 
     def tensor(self, number: Any) -> Tensor:
         """The tensor of a number."""
-        if not isinstance(number, str) or number not in self._arrays:
+        if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number < len(self._places):
             raise Malformed("an outline that names a tensor which is not there")
         if number not in self._made:
-            self._made[number] = decode(self._arrays[number]).to(self._device)
+            kind, shape, content = self._places[number]
+            array = np.frombuffer(bytearray(content), TYPES[kind]).reshape(shape)
+            self._made[number] = torch.from_numpy(array).to(self._device)
         return self._made[number]
 
     def leaves(self, outline: Any) -> Leaves:
@@ -183,10 +197,21 @@ class Unpacked:
         return {owner: self.leaves(kept) for owner, kept in _table(outline).items()}
 
 
+def _form(form: Any) -> tuple[str, list[int]]:
+    if not isinstance(form, list) or len(form) != 2 or str(form[0]) not in TYPES or not isinstance(form[1], list):
+        raise Malformed("a tensor of an unknown form")
+    if any(not isinstance(side, int) or isinstance(side, bool) or not 0 <= side < 2**40 for side in form[1]):
+        raise Malformed("a tensor of an impossible shape")
+    if len(form[1]) > 16:
+        raise Malformed("a tensor of too many axes")
+    return form[0], form[1]
+
+
 def records(outline: Mapping[str, Any], sack: Sack) -> RecordDict:
     """The records of a message."""
-    text = json.dumps({"version": VERSION, **outline})
-    return RecordDict({TENSORS: ArrayRecord(sack.arrays), OUTLINE: ConfigRecord({"json": text})})
+    text = json.dumps({"version": VERSION, **outline, "tensors": sack.forms})
+    content = np.frombuffer(b"".join(sack.parts), np.uint8)
+    return RecordDict({TENSORS: ArrayRecord({BYTES: Array(content)}), OUTLINE: ConfigRecord({"json": text})})
 
 
 def outline_of(content: RecordDict) -> dict[str, Any]:
@@ -233,7 +258,8 @@ def pack_letter(letter: Letter) -> RecordDict:
 
 def unpack_letter(content: RecordDict, device: torch.device | None = None) -> Letter:
     """The inverse of :func:`pack_letter`."""
-    outline, found = outline_of(content), Unpacked(content, device or torch.device("cpu"))
+    outline = outline_of(content)
+    found = Unpacked(content, outline, device or torch.device("cpu"))
     jobs = []
     for part in _list(outline, "jobs"):
         job = _table(part)
@@ -286,7 +312,8 @@ def pack_package(package: Package) -> RecordDict:
 
 def unpack_package(content: RecordDict, device: torch.device | None = None) -> Package:
     """The inverse of :func:`pack_package`."""
-    outline, found = outline_of(content), Unpacked(content, device or torch.device("cpu"))
+    outline = outline_of(content)
+    found = Unpacked(content, outline, device or torch.device("cpu"))
     answers = []
     for part in _list(outline, "answers"):
         answer = _table(part)

@@ -1,0 +1,81 @@
+"""The results of a deployment as a table: every site's own model on its own test rows, with intervals over seeds."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import re
+import statistics
+from pathlib import Path
+from typing import Any
+
+from fedloom.deploy.plan import Plan
+from fedloom.engines.flower.state import folder_name
+from fedloom.errors import UserError
+
+# Two-sided 95 % points of Student's t, by degrees of freedom; beyond the table the normal distribution's.
+_T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
+
+
+def read(out: Path) -> dict[str, Any]:
+    """Metrics by method and site, a list over seeds."""
+    try:
+        plan = Plan.parse((out / "experiment.toml").read_text(encoding="utf-8"))
+        json.loads((out / "experiment.json").read_text(encoding="utf-8"))
+    except OSError:
+        raise UserError(f"{out} holds no experiment") from None
+    found: dict[str, Any] = {}
+    for key, (method, _) in plan.runs().items():
+        path = out / folder_name(key) / "clients.csv"
+        if not path.exists():
+            raise UserError(f"{path} is missing: the experiment is not finished; go on with --resume")
+        with open(path, newline="", encoding="utf-8") as file:
+            for row in csv.DictReader(file):
+                site = found.setdefault(method, {}).setdefault(row.pop("client"), {})
+                for name, value in row.items():
+                    site.setdefault(name, []).append(float(value) if value else None)
+    return found
+
+
+def interval(values: list[float]) -> tuple[float, float]:
+    """Mean and half-width of its 95 % interval (Student's t); the half-width is NaN for one value.
+
+    Example:
+        >>> interval([0.5, 0.7])
+        (0.6, 1.27)
+    """
+    mean = statistics.fmean(values)
+    if len(values) < 2:
+        return mean, math.nan
+    t = _T[len(values) - 2] if len(values) - 2 < len(_T) else 1.96
+    return mean, t * statistics.stdev(values) / math.sqrt(len(values))
+
+
+def text(found: dict[str, Any], metrics: tuple[str, ...] = ("auc", "balanced_accuracy", "accuracy", "loss")) -> str:
+    """A table for each metric that there is: two at most, the most telling first."""
+    sites = list(next(iter(found.values())))
+    there = [m for m in metrics if any(m in found[k][s] for k in found for s in sites)][:2]
+    blocks = []
+    for metric in there:
+        lines = [_line(metric, [*sites, "mean"])]
+        for method in found:
+            cells, means = [], []
+            for site in sites:
+                values = [v for v in found[method][site].get(metric, []) if v is not None]
+                cells.append(_cell(values))
+                means += [statistics.fmean(values)] if values else []
+            lines.append(_line(method, [*cells, f"{statistics.fmean(means):.3f}" if means else "-"]))
+        blocks.append("\n".join(lines))
+    return "\n\n".join(blocks)
+
+
+def _cell(values: list[float]) -> str:
+    if not values:
+        return "-"
+    mean, half = interval(values)
+    return f"{mean:.3f}" if math.isnan(half) else f"{mean:.3f} ± {half:.3f}"
+
+
+def _line(first: str, cells: list[str]) -> str:
+    return re.sub(r"\s+$", "", f"{first:<24}" + "".join(f"{cell:>18}" for cell in cells))
