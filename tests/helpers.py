@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -122,3 +123,8 @@ def everything(result: fl.Result) -> dict[str, Tensor]:
         found |= {f"{name} {k}": v for k, v in state.leaves.items()}
         found |= {f"{name} {o} {k}": v for o, m in state.memory.items() for k, v in m.items()}
     return found
+
+
+def mostly_slow(cases: Iterable[str], kept: Iterable[str]) -> list[Any]:
+    """Parameters of a large matrix: those kept run every time, the others with the slow tests."""
+    return [c if c in set(kept) else pytest.param(c, marks=pytest.mark.slow) for c in cases]

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 import fedloom as fl
 from fedloom.priors import Gaps, Gaussian, Prior, variance_root, weighted_median
 from fedloom.reducers import mean
-from tests.helpers import bn_mlp, federation, fit, gap, identical, mlp, own, run_of, shared
+from tests.helpers import bn_mlp, everything, federation, fit, gap, identical, mlp, mostly_slow, own, run_of, shared
 
 DATA = federation((9, 14, 5, 8))
+ENGINES = ("loop", "vectorised")
 
 
 @pytest.mark.parametrize("omega", ["mean_loglik", "sum_loglik", "n"])
@@ -145,7 +146,7 @@ def envelope(
     return total
 
 
-@pytest.mark.parametrize("server_lr", [0.2, 0.9])
+@pytest.mark.parametrize("server_lr", [0.5])
 def test_theorem_1_the_rounds_are_gradient_descent_on_the_envelope(server_lr: float) -> None:
     """``gamma_{t+1} = gamma_t - lambda grad M(gamma_t)``, the gradient by finite differences; fixed w_k, exact local minima."""
     draw = np.random.default_rng(1)
@@ -168,7 +169,7 @@ def test_theorem_1_the_rounds_are_gradient_descent_on_the_envelope(server_lr: fl
             model.weight.copy_(before[:2])
             model.bias.copy_(before[2:])
         method = fl.fedmap(sigma2=sigma2, omega="n", server_lr=server_lr)
-        options = {"task": squares, "epochs": 500, "batch_size": "full", "optimizer": fl.sgd(lr=0.15), "rounds": 1}
+        options = {"task": squares, "epochs": 300, "batch_size": "full", "optimizer": fl.sgd(lr=0.2), "rounds": 1}
         leaves = shared(fit(method, model, data, **options))
         after = torch.cat([leaves["weight"].flatten(), leaves["bias"]])
         slope, h = torch.zeros(3).double(), 1e-5
@@ -290,6 +291,31 @@ def test_buffers_stay_and_adapters_are_left_alone() -> None:
     assert {s.kind for s in specs.values() if s.buffer} == {"personal"}
     assert {s.kind for s in specs.values() if s.owner} == {"shared"}
     assert {s.kind for s in specs.values() if not s.owner and not s.buffer} == {"mirrored"}
+
+
+REFUSED = {
+    *("fedaf", "fedala", "fedas", "fedavg_then_local", "fedcac", "feddyn", "fedexp", "fedgau", "fedlag", "fedmap"),
+    *("fednova", "fedpac", "fedproto", "local", "local_full", "pfedme", "qfedavg", "scaffold"),
+}
+"""Methods that define weights of their own or what clients start from, or share nothing that they train."""
+
+
+KEPT = ("fedaims", "fedavg", "fedrep", "fedavgm", "ditto", "omniisr")
+
+
+@pytest.mark.parametrize("method", mostly_slow(sorted(set(fl.list_methods()) - REFUSED), KEPT))
+def test_on_every_method_that_leaves_weights_and_start_open(method: str) -> None:
+    a, b = (fit(f"{method} + map_prior(0.5)", data=DATA, rounds=2, epochs=1, cohort=3, engine=e) for e in ENGINES)
+    left, right = everything(a), everything(b)
+    assert gap(left, right) < 1e-10
+    flat = fit(f"{method} + map_prior(inf)", data=DATA, rounds=2, epochs=1, cohort=3)
+    assert gap(everything(flat), left) > 1e-6, "the prior must reach the training"
+
+
+@pytest.mark.parametrize("method", sorted(REFUSED))
+def test_refused_methods(method: str) -> None:
+    with pytest.raises(fl.Conflict, match="map_prior"):
+        fit(f"{method} + map_prior(0.5)", data=DATA, rounds=1)
 
 
 @pytest.mark.parametrize(

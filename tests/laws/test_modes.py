@@ -12,7 +12,7 @@ import fedloom as fl
 from fedloom.data import ClientData, concatenate
 from fedloom.modes import CLOUD, Mixing, cosine, mix
 from fedloom.optim import Optimizer
-from tests.helpers import bn_mlp, everything, federation, fit, gap, identical, mlp, own, run_of, shared
+from tests.helpers import bn_mlp, everything, federation, fit, gap, identical, mlp, mostly_slow, own, run_of, shared
 
 SITES = federation((9, 14, 5))
 ROWS = federation((11,), seed=7)["0"].train
@@ -223,8 +223,11 @@ def test_hybrid_needs_cloud_rows() -> None:
         fit("fedavg", data=SITES, mode="hybrid")
 
 
+KEPT = ("fedaims", "fedala", "fedavg", "fedlag", "fedmap", "omniisr", "scaffold")
+
+
 @pytest.mark.parametrize("mode", ["centralised", "hybrid"])
-@pytest.mark.parametrize("method", fl.list_methods())
+@pytest.mark.parametrize("method", mostly_slow(fl.list_methods(), KEPT))
 def test_every_method_in_every_mode(method: str, mode: str) -> None:
     """Two rounds, finite, and the clients' models differ from the start; what is refused says why."""
     options = {"hybrid": {"mixing": "adaptive"}} if mode == "hybrid" else {}

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -208,3 +211,54 @@ def test_student_t() -> None:
 
     gamma, mine, _ = fedmap(mlp(), penalty, weighted)
     check(run(mlp(), prior=fl.student_t(nu=nu, tau2=tau2)), gamma, mine)
+
+
+# Appendix A.4 ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def a4():  # type: ignore[no-untyped-def]
+    """The script that reproduces the appendix."""
+    path = Path(__file__).parents[2] / "papers" / "fedmap" / "a4.py"
+    spec = importlib.util.spec_from_file_location("fedmap_a4", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_a4_has_the_published_shape_but_not_the_published_digits(a4) -> None:  # type: ignore[no-untyped-def]
+    """mu_a near -1 where the pooled slope is positive, and a much wider prior on b than on a."""
+    found = a4.study(12)
+    exact, error = found["exact"], found["error"]
+    assert -1.3 < exact["mu_a"] < -0.6
+    assert exact["alpha_a"] / exact["alpha_b"] > 5
+    assert exact["pooled slope"] > 1
+    assert exact["mu_a"] == pytest.approx(-0.87, abs=0.1)
+    assert exact["s_b"] == pytest.approx(49.8, abs=5)
+    # Figure 3: the small clients gain by the prior, and lose by Ditto's.
+    for client in (1, 2, 3):
+        assert error["FedMAP"][client] < error["Ditto, sigma 0.1"][client] - 0.5
+    assert a4.stationary_spread(a4.PUBLISHED["s_b"]) == pytest.approx(381, abs=1)
+    assert "published" in a4.table(found)
+
+
+def test_a4_is_what_the_method_computes(a4) -> None:  # type: ignore[no-untyped-def]
+    """One round of ``fl.fit`` on the appendix's data against its exact iteration."""
+    rows = a4.draw(0)
+    start = torch.tensor([0.4, -0.3], dtype=torch.float64)
+    expected = a4.fedmap(rows, start, rounds=1)
+    data = fl.Federation.from_arrays([((d[:, :1], y), (d[:, :1], y)) for d, y in rows])
+    model = nn.Linear(1, 1).double()
+    with torch.no_grad():
+        model.weight.fill_(0.4)
+        model.bias.fill_(-0.3)
+    squares = fl.Task(lambda out, y: (out[:, 0] - y) ** 2, primary="loss", higher_is_better=False)
+    method = fl.fedmap(prior=fl.learnable_gaussian(eps=1e-4), omega="n")
+    options = {"task": squares, "rounds": 1, "epochs": 700, "batch_size": "full", "optimizer": fl.sgd(lr=0.04)}
+    result = fit(method, model, data, **options)
+    assert torch.allclose(torch.cat([v.flatten() for v in shared(result).values()]), expected.mu, atol=1e-6)
+    learnt = run_of(result).state.memory["map_prior"]
+    assert torch.allclose(torch.cat([v.flatten() for v in learnt.values()]), expected.s, rtol=1e-5)

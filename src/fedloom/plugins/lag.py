@@ -252,7 +252,7 @@ def lag(
     options = _Lag(k, xi, weights, schedule, granularity, warmup, chosen, score, require_conflict)
 
     def apply(method: Method) -> Method:
-        if not any("delta" in s.entries for s in method.upload):
+        if "delta" not in method.reducers():
             raise Conflict(f"'lag' cannot be stacked on {method.text!r}, which uploads no trained layer")
         if k:
             method = _reweighted(method, mean("uniform" if weights == "uniform" else "n"))

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fedloom.errors import UnknownName, UserError
+from fedloom.errors import Conflict, UnknownName, UserError
 from fedloom.priors import PRIORS, Gaps, Gaussian, Laplace, Prior, gaussian
 from fedloom.record import Method
 from fedloom.reducers import Reducer, maximum, mean, stack
@@ -48,7 +48,11 @@ class _Map:
     # The client's side.
 
     def scales(self, facts: Facts) -> Leaves:
-        """The factor of R for each leaf, where it differs between leaves."""
+        """The factor of R for each leaf, where it differs between leaves; nothing else is kept by clients."""
+        if not any(s.phases for s in facts.specs.values() if s.kind == "mirrored" and not s.owner):
+            raise Conflict("'map_prior' has nothing to act on here: no phase trains a shared leaf of the model itself")
+        if not self.prior.by_leaf:
+            return {}
         infos = {i.name: i for i in facts.structure.leaves if i.name in facts.travelling()}
         self.prior.check(tuple(infos.values()))
         dtype = facts.structure.dtype
@@ -222,21 +226,24 @@ def map_prior(
     it = _Map(chosen, omega, server_lr, server_steps)
 
     def apply(method: Method) -> Method:
-        method = method.claiming("what clients start from", OWNER).replacing_reducer(OWNER, "delta", it.reducer)
+        for part in ("what clients start from", "the receive rule"):
+            method = method.claiming(part, OWNER)
+        if "delta" not in method.reducers():
+            raise Conflict(f"'map_prior' cannot be stacked on {method.text!r}, which uploads no trained leaf")
+        method = method.replacing_reducer(OWNER, "delta", it.reducer)
         entries = {"omega": maximum()} if it.weighted else {}
         also = {"gaps": ("delta", stack())} if chosen.needs == "all" else {}
         if also and it.weighted:
             also["omegas"] = ("omega", stack())
         if chosen.needs == "moments":
             entries["squares"] = it.reducer
-        scales = it.scales if chosen.by_leaf else None
         method = method.adding(
             rules=(
                 Rule(owner=OWNER, pattern=theirs, kind="mirrored", only="shared"),
                 Rule(owner=OWNER, pattern=statistics, kind="personal", only="shared", optional=True),
             ),
             terms=() if taken or chosen.flat else (Term(owner=OWNER, fn=it.term),),
-            stages=(Stage(owner=OWNER, fn=it.send, entries=entries, also=also, memory=scales),),
+            stages=(Stage(owner=OWNER, fn=it.send, entries=entries, also=also, memory=it.scales),),
         )
         if server_lr is not None or not isinstance(chosen, Gaussian):
             method = method.adding(server=(_stage(it),))
