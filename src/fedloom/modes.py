@@ -156,6 +156,7 @@ _IDLE: Record = {
     "bytes_up": 0,
     "bytes_down": 0,
     "bytes_up_by_kind": {},
+    "bytes_down_by_kind": {},
     "clients": [],
     "skipped": [],
     "rejected": [],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -283,25 +284,23 @@ def with_judgements(program: Program, moments: Sequence[str]) -> Program:
 
 
 def traffic(bound: Bound, replies: Sequence[Reply], sent: Dispatch, asked: Sequence[str], newcomers: int = 0) -> Record:
-    """Bytes of a round: tensors really sent, broadcast counted once per client; uploads also by kind."""
-    down = server.bytes_down(bound, sent) * (len(asked) - newcomers)
-    if newcomers:
-        down += server.bytes_down(bound, sent, newcomer=True) * newcomers
+    """Bytes of a round, both ways and by kind: tensors really sent, broadcast counted once per client."""
+    down: Counter[str] = Counter()
+    for new, clients in ((False, len(asked) - newcomers), (True, newcomers)):
+        if clients:
+            down.update({k: v * clients for k, v in server.bytes_down(bound, sent, newcomer=new).items()})
     for name in asked:
-        down += sum(tree.size_in_bytes(v) for v in sent.addressed[name].values())
+        down.update({owner: tree.size_in_bytes(v) for owner, v in sent.addressed[name].items()})
     wire = {entry: size for stage in bound.method.upload for entry, size in stage.wire.items()}
-    kinds: dict[str, int] = {}
+    up: Counter[str] = Counter()
     for reply in replies:
         for entry, value in reply.message.items():
-            parts = {_KINDS.get(entry, entry): value}
-            if entry not in wire and "count" in value and entry not in _KINDS:
-                parts = {entry: {k: v for k, v in value.items() if k != "count"}, "counts": {"count": value["count"]}}
-            for kind, part in parts.items():
-                kinds[kind] = kinds.get(kind, 0) + wire.get(entry, tree.size_in_bytes)(part)
-    return {"bytes_up": sum(kinds.values()), "bytes_down": down, "bytes_up_by_kind": kinds}
-
-
-_KINDS = {"delta": "parameters", "buffers": "buffers", "counters": "buffers"}
+            parts = server.by_kind(entry, value)
+            if entry in wire:
+                parts = {next(iter(parts), entry): value}
+            up.update({kind: wire.get(entry, tree.size_in_bytes)(part) for kind, part in parts.items()})
+    totals = {"bytes_up": up.total(), "bytes_down": down.total()}
+    return {**totals, "bytes_up_by_kind": dict(up), "bytes_down_by_kind": dict(down)}
 
 
 def federated(run: Run, round: int) -> Record:

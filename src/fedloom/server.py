@@ -213,18 +213,32 @@ def apply(leaves: Leaves, reduced: Message) -> Leaves:
     return moved
 
 
-def bytes_down(bound: Bound, sent: Dispatch, *, newcomer: bool = False) -> int:
-    """Tensor bytes sent to one client, addressed messages left out: shared leaves that are not personal now.
+def bytes_down(bound: Bound, sent: Dispatch, *, newcomer: bool = False) -> dict[str, int]:
+    """Tensor bytes sent to one client, by kind; addressed messages left out, and leaves that are personal now.
 
     A newcomer (first participation, after round one) has no value of its own yet and is sent those too.
     """
     post = sent.post
-    total = sum(tree.size_in_bytes(v) for v in post.broadcast.values())
+    found: dict[str, int] = {}
     for name, spec in bound.specs.items():
         held = name in post.gate and not newcomer and not bool(post.gate[name])
         if _travels_down(spec) and not held:
-            total += tree.size_in_bytes({name: post.leaves[name]})
-    return total
+            kind = "buffers" if spec.buffer else "parameters"
+            found[kind] = found.get(kind, 0) + tree.size_in_bytes({name: post.leaves[name]})
+    for owner, values in post.broadcast.items():
+        for kind, part in by_kind(owner, values).items():
+            found[kind] = found.get(kind, 0) + tree.size_in_bytes(part)
+    return found
+
+
+def by_kind(entry: str, value: Leaves) -> dict[str, Leaves]:
+    """An entry of a message by kind: parameters, buffers, counts, and by its name what is none of these."""
+    kind = {"delta": "parameters", "buffers": "buffers", "counters": "buffers"}.get(entry)
+    if kind is not None:
+        return {kind: value}
+    counts = {k: v for k, v in value.items() if k in ("count", "known")}
+    rest = {k: v for k, v in value.items() if k not in counts}
+    return {k: v for k, v in ((entry, rest), ("counts", counts)) if v}
 
 
 def _travels_down(spec: LeafSpec) -> bool:

@@ -104,7 +104,7 @@ class Session:
     def _play(self, round: int) -> Record:
         facts = run.federated(self.state, round) if self.hybrid is None else self.hybrid(self.state, round)
         if self.mode == "centralised":
-            facts |= {"bytes_up": 0, "bytes_down": 0, "bytes_up_by_kind": {}}
+            facts |= {"bytes_up": 0, "bytes_down": 0, "bytes_up_by_kind": {}, "bytes_down_by_kind": {}}
         return {"mode": self.mode, **facts}
 
     # Evaluation.

@@ -227,7 +227,9 @@ def test_tables_6_and_8_from_real_messages(
     last, every = (one_round(f"fedaims(prototypes='{p}')", model, data).history[0] for p in ("last", "blockwise"))
     kinds = last["bytes_up_by_kind"]
     named = kinds["parameters"] + kinds["prototypes"]
-    assert round(2 * named / MIB, 2) == cost
+    told = last["bytes_down_by_kind"]
+    assert (told["parameters"], told["prototypes"]) == (kinds["parameters"], kinds["prototypes"])
+    assert round((named + told["parameters"] + told["prototypes"]) / MIB, 2) == cost
     assert kinds["counts"] == 4 * classes
     assert last["bytes_up"] == named + kinds["counts"]
     assert last["bytes_down"] == named + 4 * classes + 8
