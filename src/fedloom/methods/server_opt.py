@@ -145,12 +145,16 @@ def fednova() -> Method:
     )
 
 
-@recipe("q >= 0", paper="Li et al., Fair Resource Allocation in Federated Learning, ICLR 2020, Algorithm 2")
+@recipe(
+    "q >= 0",
+    paper="Li et al., Fair Resource Allocation in Federated Learning, ICLR 2020, Algorithm 2",
+    presets={"vehicle": {"q": 5.0}, "shakespeare": {"q": 0.001}},
+)
 def qfedavg(q: float = 1.0) -> Method:
     """FedAvg that favours clients with large losses: ``w <- w - sum_k F_k^q D_k / sum_k h_k``.
 
     ``D_k = L (w - theta_k)``, ``L = 1/eta``, ``h_k = q F_k^(q-1) ||D_k||^2 + L F_k^q``, and F_k the client's mean loss under the
-    received w (evaluation mode).
+    received w (evaluation mode). The step is the shorter the longer the updates are: with many local steps it is slow.
 
     Args:
         q: fairness; 0 is FedAvg with equal weights bit for bit.
