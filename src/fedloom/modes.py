@@ -146,6 +146,7 @@ class Hybrid:
         )
         if CLOUD not in run.clients:
             worker.setup()
+            worker.state = replace(worker.state, leaves=before.leaves)
         outcome, _ = worker.play([CLOUD], round)
         run.clients[CLOUD] = worker.clients[CLOUD]
         return worker.state, outcome.accepted[0].loss

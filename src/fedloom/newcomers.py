@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from fedloom import evaluation, rng, server
@@ -47,27 +47,34 @@ def judge(run: Run, sites: Mapping[str, Site], epochs: int) -> dict[str, Metrics
     cohort = replace(run.cohort([], run.state.round), ids=tuple(names), rows=tuple(len(sites[n].train) for n in names))
     states = dict.fromkeys(names, ClientState())
     setup = bound.method.schedule.setup
-    if setup:
+    if setup and bound.method.schedule.setup_by == "all":
         people = [Participant(sites[n], states[n]) for n in names]
         post = server.post(bound, run.state, replace(cohort, round=0), {})
         states = {r.id: replace(r.state, rounds=0) for r in run.engine.run_cohort(bound, run.work, setup, post, people)}
     state, sent = server.dispatch(bound, run.state, cohort)
     post = server.post(bound, state, cohort, sent.post.broadcast, tested=True)
-    program, worker = personal_program(bound, epochs)
+    program, worker = personal_program(bound, epochs, server.personal_now(bound, run.state))
     people = [Participant(sites[n], states[n], dict(sent.addressed[n]), sent.keys.get(n)) for n in names]
     replies = run.engine.run_cohort(worker, run.work, program, post, people)
     sizes = {n: len(rows) for n in names if (rows := sites[n].test) is not None}
     return evaluation.own_metrics(bound.task, replies, sizes)
 
 
-def personal_program(bound: Bound, epochs: int) -> tuple[Program, Bound]:
-    """A round's program whose phases train only what a client keeps, then the adapt program and a test."""
+def personal_program(bound: Bound, epochs: int, off: Collection[str] = ()) -> tuple[Program, Bound]:
+    """A round's program whose phases train only what a client keeps, then the adapt program and a test.
+
+    Args:
+        bound: the method.
+        epochs: passes of each phase.
+        off: gated leaves that are personal now.
+    """
     steps: list[Step] = []
     phases: dict[str, BoundPhase] = dict(bound.phases)
     schedule = bound.method.schedule
     for step in schedule.round:
         if isinstance(step, Phase):
-            own = tuple(n for n in bound.phases[step.name].trained if bound.specs[n].kept)
+            trained = bound.phases[step.name].trained
+            own = tuple(n for n in trained if bound.specs[n].kept and (not bound.specs[n].gated or n in off))
             if own and epochs:
                 name = f"new {step.name}"
                 phase = replace(step, name=name, epochs=epochs, steps=None)

@@ -62,10 +62,10 @@ class Optimizer:
             raise UserError("sgd: nesterov=True needs momentum > 0")
 
     def lr_at(self, round: int, rounds: int | None = None) -> float:
-        """Learning rate in a round (from 1): ``lr * decay^(round-1)``, or half a cosine over all rounds."""
+        """Learning rate in a round (from 1; 0 is the setup): ``lr * decay^(round-1)``, or half a cosine over all rounds."""
         if self.schedule == "cosine" and rounds:
-            return self.lr * 0.5 * (1 + math.cos(math.pi * (round - 1) / rounds))
-        return self.lr * self.decay ** (round - 1)
+            return self.lr * 0.5 * (1 + math.cos(math.pi * max(round - 1, 0) / rounds))
+        return self.lr * self.decay ** max(round - 1, 0)
 
     def slots_of_state(self) -> tuple[str, ...]:
         """Names of the moments that it keeps."""

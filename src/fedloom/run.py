@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from fedloom import evaluation, sampling, server, tree
+from fedloom import evaluation, rng, sampling, server, tree
 from fedloom.bound import Bound
 from fedloom.client import Desk
 from fedloom.data import Rows
@@ -97,11 +97,13 @@ class Run:
     # One round.
 
     def setup(self) -> None:
-        """The setup program: every client, once, before round one."""
+        """The setup program: every client, once, before round one; or one client for all."""
         program = self.bound.method.schedule.setup
         if not program:
             return
         ids = list(self.sites)
+        if self.bound.method.schedule.setup_by == "one":
+            ids = [ids[int(rng.stream(self.work.seed, "sample", "setup").integers(len(ids)))]]
         cohort = self.cohort(ids, 0)
         sent = Dispatch(server.post(self.bound, self.state, cohort, {}), {i: {} for i in ids}, {})
         people = [self.participant(i, sent) for i in ids]

@@ -167,7 +167,7 @@ def aggregate(
         reduced["delta"] = {**reduced["delta"], **aside, **reduced.get("personal", {})}
         memory = _forget(memory, bound.server_memory, off)
     if when == "setup":
-        return replace(state, memory=memory)
+        return replace(state, leaves=apply(state.leaves, reduced), memory=memory)
     return ServerState(apply(state.leaves, reduced), memory, state.round + 1)
 
 

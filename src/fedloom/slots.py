@@ -265,6 +265,7 @@ class Schedule:
         server: after each round's server stages, at the server, on the rows that it holds (``Server.rows``); what its
             ``Send`` makes (stages with ``when="server"``) is added to the server's leaves.
         participation: ``"all"`` for methods that train every client in every round.
+        setup_by: ``"all"``, or ``"one"`` for a setup that one client makes for all, drawn by the seed.
     """
 
     setup: Program = ()
@@ -272,6 +273,7 @@ class Schedule:
     adapt: Program = (Receive(),)
     server: Program = ()
     participation: Literal["all"] | None = None
+    setup_by: Literal["all", "one"] = "all"
 
 
 # Slot 4: upload -------------------------------------------------------------------------------------------

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given
@@ -247,3 +249,27 @@ def test_stacks_in_every_mode(plugins: str, mode: str) -> None:
     for engine in ("loop", "vectorised"):
         result = fit(f"fedavg + {plugins}", mlp(), DATA, mode=mode, rounds=2, epochs=1, engine=engine)
         assert all(torch.isfinite(v).all() for v in shared(result).values())
+
+
+class Stop(Exception):
+    """Ends a run from a callback, as a crash would."""
+
+
+@pytest.mark.parametrize("mode", ["hybrid", "centralised", "federated"])
+@pytest.mark.parametrize("method", ["fedavgm + lag(k=1, xi=0.5)", "fedmap(prior=learnable_gaussian())"])
+def test_an_interrupted_run_goes_on_bit_for_bit(method: str, mode: str, tmp_path: Path) -> None:
+    """The cloud's memory, its own leaves, the share, LAG's choices and what a prior has learnt are all in a checkpoint."""
+
+    def crash(record: dict[str, object]) -> None:
+        if record["round"] == 2:
+            raise Stop
+
+    options = {"mode": mode, "rounds": 4, "epochs": 1, "cohort": 1.0 if mode == "centralised" else 2}
+    whole = fit(method, bn_mlp(), DATA, **options)
+    with pytest.raises(Stop):
+        fit(method, bn_mlp(), DATA, out=tmp_path / "cut", callbacks=[crash], **options)
+    resumed = fit(method, bn_mlp(), DATA, out=tmp_path / "cut", resume=True, **options)
+    left, right = everything(whole), everything(resumed)
+    assert set(left) == set(right)
+    assert identical(left, right)
+    assert [h.get("alpha") for h in whole.history] == [h.get("alpha") for h in resumed.history]

@@ -16,6 +16,7 @@ from scipy import optimize
 from torch import Tensor, nn
 
 import fedloom as fl
+from fedloom import rng
 from tests.helpers import bn_mlp, federation, fit, gap, mlp, own, run_of, shared
 from tests.oracles import naive
 
@@ -102,6 +103,21 @@ def test_gaussian(omega: str, make: Callable[[], nn.Module]) -> None:
 def test_start_from_gamma() -> None:
     gamma, mine, _ = fedmap(mlp(), lambda n, d, e: (d**2).sum() / (2 * 0.8), average, start="gamma")
     check(run(mlp(), sigma2=0.8, start="gamma"), gamma, mine)
+
+
+def test_begin_with_the_model_of_one_client() -> None:
+    """Algorithm 1, lines 3 to 5: one local phase of one client, whose model is gamma and theta for all."""
+    drawn = DATA.ids[int(rng.stream(0, "sample", "setup").integers(len(DATA.ids)))]
+    model = naive.initial(mlp())
+    naive.train(model, DATA[drawn], naive.order(DATA[drawn], 0, stream="first"))
+    first = naive.state(model)
+    begun = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    begun.load_state_dict(first)
+    result = run(mlp(), sigma2=0.8, init="client")
+    plain = fit(fl.fedmap(sigma2=0.8), begun, DATA, rounds=ROUNDS, cohort=SIZE)
+    assert gap(shared(plain), shared(result)) < 1e-12
+    for client in DATA:
+        assert gap(own(plain, client.id), own(result, client.id)) < 1e-12
 
 
 def test_precision_by_pattern() -> None:

@@ -26,6 +26,7 @@ def fedmap(
     start: Literal["own", "gamma"] = "own",
     server_lr: float | None = None,
     server_steps: int = 1,
+    init: Literal["model", "client"] = "model",
     implicit: bool | None = None,
 ) -> Method:
     """Every client has its own model, the posterior mode under a prior that the server learns (see ``map_prior``).
@@ -41,6 +42,7 @@ def fedmap(
         start: ``"own"`` or ``"gamma"``.
         server_lr: step of the server's gradient descent; None for the exact minimiser.
         server_steps: number of such steps.
+        init: begin with the ``"model"`` given, or with one ``"client"``'s after one local phase.
         implicit: take the prior implicitly; None where its gradient needs it.
 
     Example:
@@ -48,4 +50,4 @@ def fedmap(
         >>> print(fl.method("fedmap(sigma2=2.0, prior=laplace(b=0.5))"))
         fedmap(sigma2=2.0, prior=laplace(b=0.5))
     """
-    return compose(fedavg(), map_prior(sigma2, omega, prior, start, server_lr, server_steps, implicit))
+    return compose(fedavg(), map_prior(sigma2, omega, prior, start, server_lr, server_steps, init, implicit))

@@ -14,9 +14,10 @@ from fedloom.priors import PRIORS, Gaps, Gaussian, Laplace, Prior, gaussian
 from fedloom.record import Method
 from fedloom.reducers import Reducer, maximum, mean, stack
 from fedloom.registry import plugin
-from fedloom.slots import Phase, Prepare, Prepared, Program, Receive, Rule, ServerStage, Stage, Sweep, Term
-from fedloom.structure import LeafInfo
+from fedloom.slots import Phase, Prepare, Prepared, Program, Receive, Rule, Send, ServerStage, Stage, Sweep, Term
+from fedloom.structure import LeafInfo, Structure
 from fedloom.types import Batch, Cohort, Facts, Leaves, Message, Seen
+from fedloom.uploads import send_model
 from fedloom.view import View
 
 OWNER = "map_prior"
@@ -191,6 +192,7 @@ def map_prior(
     start: Literal["own", "gamma"] = "own",
     server_lr: float | None = None,
     server_steps: int = 1,
+    init: Literal["model", "client"] = "model",
     implicit: bool | None = None,
 ) -> Callable[[Method], Method]:
     """Gives every client a model of its own under a shared prior: clients minimise ``f_k(theta) + R(theta, gamma)``.
@@ -208,6 +210,8 @@ def map_prior(
         start: a client goes on from its ``"own"`` model (Algorithm 2) or from ``"gamma"``.
         server_lr: step of the server's gradient descent (eq. 3); None for the exact minimiser.
         server_steps: number of such steps.
+        init: gamma and every client begin with the ``"model"`` given, or with that of one ``"client"``, drawn by the seed, after one local
+            phase (Algorithm 1, lines 3 to 5).
         implicit: take R implicitly after each gradient step, which is stable for every sigma2; None for the Laplace prior only, whose
             gradient is not defined where a client's parameter is the median.
 
@@ -217,7 +221,11 @@ def map_prior(
         fedrep() + map_prior(sigma2=1.0)
     """
     chosen = named(prior, sigma2)
-    for name, value, allowed in (("omega", omega, OMEGAS), ("start", start, ("own", "gamma"))):
+    for name, value, allowed in (
+        ("omega", omega, OMEGAS),
+        ("start", start, ("own", "gamma")),
+        ("init", init, ("model", "client")),
+    ):
         if value not in allowed:
             raise UserError(f"map_prior: {name}={value!r}; expected {', '.join(allowed)}")
     taken = isinstance(chosen, Laplace) if implicit is None else implicit
@@ -242,7 +250,7 @@ def map_prior(
                 Rule(owner=OWNER, pattern=theirs, kind="mirrored", only="shared"),
                 Rule(owner=OWNER, pattern=statistics, kind="personal", only="shared", optional=True),
             ),
-            terms=() if taken or chosen.flat else (Term(owner=OWNER, fn=it.term),),
+            terms=() if taken or chosen.flat else (Term(owner=OWNER, fn=it.term, phases=_not_first),),
             stages=(Stage(owner=OWNER, fn=it.send, entries=entries, also=also, memory=it.scales),),
         )
         if server_lr is not None or not isinstance(chosen, Gaussian):
@@ -253,6 +261,8 @@ def map_prior(
             )
         if it.weighted:
             method = method.sweeping(Sweep(name=OWNER, fn=log_likelihood))
+        if init == "client":
+            method = _begun(method)
         return _scheduled(method, it, renew=start == "gamma", implicit=taken and not chosen.flat)
 
     return apply
@@ -267,6 +277,17 @@ def named(prior: Prior | str | None, sigma2: float) -> Prior:
     if prior not in PRIORS:
         raise UnknownName("prior", str(prior), PRIORS)
     return gaussian(sigma2) if prior == "gaussian" else PRIORS[prior]()
+
+
+def _not_first(phase: Phase, structure: Structure) -> bool:
+    return phase.name != "first"
+
+
+def _begun(method: Method) -> Method:
+    """The method with a setup in which one client trains once without the prior, and its model becomes everybody's."""
+    program = (Receive(), Phase(name="first", stream="first"), Send())
+    method = method.replacing_schedule(OWNER, setup=program, setup_by="one")
+    return method.adding(stages=(replace(send_model("uniform", buffers="uniform"), when="setup"),))
 
 
 def _stage(it: _Map) -> ServerStage:
