@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fedloom import rng
+from fedloom.recurrent import MappedGRU, MappedLSTM, MappedRNN
 
 
 @dataclass(slots=True)
@@ -160,11 +161,14 @@ _SWAPS: dict[type[nn.Module], type[nn.Module]] = {
     nn.BatchNorm1d: MaskedBatchNorm1d,
     nn.BatchNorm2d: MaskedBatchNorm2d,
     nn.BatchNorm3d: MaskedBatchNorm3d,
+    nn.LSTM: MappedLSTM,
+    nn.GRU: MappedGRU,
+    nn.RNN: MappedRNN,
 }
 
 
 def prepare(module: nn.Module) -> None:
-    """Turns the BatchNorm and dropout layers of a module into ours, in place, by exact type."""
+    """Turns the BatchNorm, dropout and recurrent layers of a module into ours, in place, by exact type."""
     for part in module.modules():
         if type(part) in _SWAPS:
             part.__class__ = _SWAPS[type(part)]
@@ -176,6 +180,8 @@ def restore(module: nn.Module) -> None:
     for part in module.modules():
         if type(part) in back:
             part.__class__ = back[type(part)]
+        if isinstance(part, nn.RNNBase):
+            part._flat_weights = [getattr(part, name) for name in part._flat_weights_names]
 
 
 def is_norm(module: nn.Module) -> bool:

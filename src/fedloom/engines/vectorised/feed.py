@@ -49,7 +49,8 @@ class Pool:
         def rows(t: Tensor) -> Tensor:
             return t.index_select(0, flat).view(*shape, *t.shape[1:])
 
-        return Batch(pytree.tree_map(rows, self.x), rows(self.y), mask, pair)
+        x = rows(self.x) if isinstance(self.x, Tensor) else pytree.tree_map(rows, self.x)
+        return Batch(x, rows(self.y), mask, pair)
 
     def nbytes(self) -> int:
         """Bytes of all rows."""

@@ -38,6 +38,7 @@ class MappedStepper(Stepper):
         traces: Traces | None = None,
         *,
         unpadded: bool = False,
+        fixed: bool = False,
     ) -> None:
         super().__init__(desk, phase, leaves)
         people = desk.participants
@@ -48,6 +49,7 @@ class MappedStepper(Stepper):
             desk.bound.structure.dtype,
             whole=phase.phase.until is not None,
             unpadded=unpadded,
+            fixed=fixed,
         )
         self.unpadded = unpadded
         self.traces = traces

@@ -110,9 +110,11 @@ class Traces:
     def __init__(self, least: int = TRACE_STEPS, compiled: bool = False) -> None:
         self.least, self.compiled = least, compiled
         self.notes: list[str] = []
+        self.times: dict[Hashable, int] = {}
+        self.owners: list[object] = []
+        self.used: dict[Hashable, frozenset[str]] = {}
+        self.programs: dict[Hashable, Any] = {}
         self._known: dict[Hashable, Trace | None] = {}
-        self._times: dict[Hashable, int] = {}
-        self._owners: list[object] = []
 
     def of(self, stepper: MappedStepper, packed: dict[str, Any], step: Tensor, planned: int) -> Attached | None:
         """The trace of the present step, made if it is worth it; None where the step is better mapped."""
@@ -127,12 +129,12 @@ class Traces:
         if trace is None and key in self._known:
             return None
         if trace is None or constants(desk, trace.touched) != trace.values:
-            self._times[key] = self._times.get(key, 0) + 1
+            self.times[key] = self.times.get(key, 0) + 1
             trace = None
-            if self._times[key] <= RETRACES:
+            if self.times[key] <= RETRACES:
                 trace = self._make(stepper, fixed, fixed_spec, moving, moving_spec)
             self._known[key] = trace
-            self._owners.append(desk.bound)
+            self.owners.append(desk.bound)
         return None if trace is None else Attached(trace, fixed)
 
     def _make(

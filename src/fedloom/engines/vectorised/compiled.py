@@ -1,0 +1,201 @@
+"""Compiled steps: gradient, optimiser, masks and projections of a whole wave traced once and fused by ``torch.compile``.
+
+Every step of a phase has one shape (all clients, full width, masks always there), so that one compilation serves the run;
+the code is kept on disk by torch and found again by later runs. What changes from step to step or from round to round is
+an argument: rows, masks, learning rates, step counts.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+import torch._inductor
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils import _pytree as pytree
+
+from fedloom.bound import BoundPhase
+from fedloom.client import Desk
+from fedloom.engines.vectorised.feed import Pools
+from fedloom.engines.vectorised.stepper import MappedStepper
+from fedloom.engines.vectorised.traced import Traces, common_of, constants, tidy, watched
+from fedloom.optim import OptState
+from fedloom.stepping import objective
+from fedloom.types import Batch, Leaves
+
+
+@dataclasses.dataclass(slots=True)
+class Program:
+    """A compiled step: what it computes, which flat arguments it takes, which leaves it trains."""
+
+    run: Callable[..., Any]
+    kept: list[int]
+    used: frozenset[str]
+    touched: frozenset[str]
+    values: tuple[Hashable, ...]
+
+
+def eligible(desk: Desk, phase: BoundPhase) -> bool:
+    """Whether a phase's steps can be compiled: nothing about them is decided while they run."""
+    return phase.phase.until is None and not desk.work.keep_optimizer
+
+
+def fused(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+    """A traced graph compiled by torch's inductor, and tried once.
+
+    The graph needs no second analysis, so that it goes to the compiler without the checks that ``torch.compile`` makes at
+    each call; they would take longer than a step. Calls between kernels are made from C++ for the same reason.
+    """
+    options = {"cpp_wrapper": inputs[0].device.type == "cpu", "size_asserts": False, "alignment_asserts": False}
+    compiled: Callable[..., Any] = torch._inductor.compile(graph, list(inputs), options=options)
+    compiled(*inputs)
+    return compiled
+
+
+class CompiledStepper(MappedStepper):
+    """The steps of a phase for a wave of clients, compiled."""
+
+    def __init__(self, desk: Desk, phase: BoundPhase, leaves: Leaves, pools: Pools, traces: Traces) -> None:
+        super().__init__(desk, phase, leaves, pools, None, fixed=True)
+        self.store = traces
+        self.program: Program | None = None
+        self.failed = False
+        specs = desk.bound.specs
+        self.buffers = [n for n in leaves if specs[n].buffer and n in self.own]
+        known = self.store.used.get((id(desk.bound), phase.phase.name))
+        if known is not None:
+            self.begin(set(known))
+
+    def step(self, batch: Batch, active: Tensor | None) -> None:
+        """One compiled step; the first of a run is mapped, which tells what the objective reaches."""
+        if not self.groups or self.failed:
+            super().step(batch, active)
+            if self.groups:
+                used = {self.phase.trained[i] for where, _, _ in self.groups for i in where}
+                self.store.used[id(self.desk.bound), self.phase.phase.name] = frozenset(used)
+            return
+        assert active is not None
+        moving = (batch.packed(), active, self.number())
+        if self.program is None:
+            self._attach(moving)
+            if self.program is None:
+                self.failed = True
+                super().step(batch, active)
+                return
+        flat = [*self.flat_state, *pytree.tree_leaves(moving)]
+        with torch.no_grad():
+            found = self.program.run(*self.fixed, *[flat[i] for i in self.picked])
+        self._store(list(found))
+        self.made += 1
+
+    # State, flat: parameters, buffers, moments, numbers of steps, carried values, summed losses.
+
+    def _flatten(self) -> None:
+        n: Tensor = self.private["n"]
+        first = (
+            self.total if self.total is not None else torch.zeros(n.shape, dtype=self.params[0].dtype, device=n.device)
+        )
+        moments = [t for s in self.states for v in s.slots.values() for t in v]
+        counts = [torch.tensor(float(s.step), dtype=torch.float64, device=n.device) for s in self.states]
+        self.flat_state = [
+            *(p.detach() for p in self.params),
+            *(self.leaves[b] for b in self.buffers),
+            *moments,
+            *counts,
+            *pytree.tree_leaves(self.carry),
+            first,
+        ]
+
+    def _unflatten(self, flat: list[Tensor]) -> tuple[list[Tensor], Leaves, list[OptState], Any, Tensor]:
+        left = iter(flat)
+        params = [next(left) for _ in self.params]
+        buffers = {b: next(left) for b in self.buffers}
+        slots = [{k: [next(left) for _ in v] for k, v in s.slots.items()} for s in self.states]
+        states = [OptState(s, next(left)) for s in slots]
+        carry = pytree.tree_map(lambda _: next(left), self.carry)
+        return params, buffers, states, carry, next(left)
+
+    def _store(self, flat: list[Tensor]) -> None:
+        self.flat_state = flat
+        count = len(self.params)
+        for name, value in zip(self.phase.trained, flat[:count], strict=True):
+            self.leaves[name] = value
+        for name, value in zip(self.buffers, flat[count:], strict=False):
+            self.leaves[name] = value
+        self.total = flat[-1]
+
+    # Making and finding the program.
+
+    def _attach(self, moving: tuple[Any, ...]) -> None:
+        desk, phase = self.desk, self.phase
+        self._flatten()
+        rates = [torch.tensor(lr, dtype=torch.float64, device=self.private["n"].device) for _, _, lr in self.groups]
+        changing = {*phase.trained, *self.buffers}
+        rest = {n: v for n, v in self.leaves.items() if n not in changing}
+        fixed, fixed_spec = pytree.tree_flatten((rest, self.private, common_of(desk), rates))
+        inputs, moving_spec = pytree.tree_flatten(moving)
+        flat = [*fixed, *self.flat_state, *inputs]
+        shapes = tuple((t.shape, t.dtype) for t in flat)
+        optimizers = tuple((tuple(where), optimizer) for where, optimizer, _ in self.groups)
+        key = ("compiled", id(desk.bound), phase.phase.name, desk.participants[0].key, shapes, optimizers, fixed_spec)
+        program: Program | None = self.store.programs.get(key)
+        if program is None or constants(desk, program.touched) != program.values:
+            times = self.store.times.get(key, 0)
+            self.store.times[key] = times + 1
+            program = self._make(flat, len(fixed), fixed_spec, moving_spec) if times < 2 else None
+            if program is None:
+                return
+            self.store.programs[key] = program
+            self.store.owners.append(desk.bound)
+        self.program = program
+        self.fixed = [fixed[i].contiguous() for i in program.kept if i < len(fixed)]
+        self.picked = [i - len(fixed) for i in program.kept if i >= len(fixed)]
+
+    def _make(self, flat: list[Tensor], count: int, fixed_spec: Any, moving_spec: Any) -> Program | None:
+        desk, phase, size = self.desk, self.phase, len(self.flat_state)
+        touched: set[str] = set()
+
+        def full(*args: Tensor) -> list[Tensor]:
+            rest, private, common, rates = pytree.tree_unflatten(list(args[:count]), fixed_spec)
+            packed, active, number = pytree.tree_unflatten(list(args[count + size :]), moving_spec)
+            state = [t.clone() for t in args[count : count + size]]
+            twin = copy.copy(self)
+            twin.params, buffers, twin.states, twin.carry, total = self._unflatten(state)
+            twin.private = private
+            twin.leaves = {**rest, **buffers, **dict(zip(phase.trained, twin.params, strict=True))}
+            twin.groups = [(w, o, rate) for (w, o, _), rate in zip(self.groups, rates, strict=True)]
+            value = torch.vmap(objective(desk, phase, watched(desk, common, touched)), randomness="different")
+            for _ in range(phase.phase.repeat):
+                moved = [p.detach().requires_grad_() for p in twin.params]
+                leaves = twin.leaves | dict(zip(phase.trained, moved, strict=True))
+                losses, twin.carry = value(leaves, private, packed, twin.carry, number)
+                grads = torch.autograd.grad(losses.sum(), moved, allow_unused=True)
+                twin.move(list(grads), active)
+                if phase.phase.project is not None:
+                    twin.assign(phase.phase.project, active)
+            if phase.phase.after is not None:
+                twin.assign(phase.phase.after, active)
+            assert twin.own == self.own, "a projection changes a leaf that the phase does not train"
+            total = total + torch.where(active, losses.detach(), 0.0)
+            moments = [t for s in twin.states for v in s.slots.values() for t in v]
+            steps = [s.step for s in twin.states]
+            kept = [twin.leaves[b] for b in self.buffers]
+            return [*twin.params, *kept, *moments, *steps, *pytree.tree_leaves(twin.carry), total]
+
+        try:
+            graph = make_fx(full, tracing_mode="fake", _allow_non_fake_inputs=True)(*[t.detach() for t in flat])
+            kept = tidy(graph)
+            with torch.no_grad():
+                compiled = fused(graph, [flat[i].detach().contiguous() for i in kept])
+        except Exception as error:
+            why = str(error).strip().splitlines()
+            self.store.notes.append(
+                f"phase {phase.phase.name!r} is mapped, not compiled: {type(error).__name__}: {why[0] if why else ''}"
+            )
+            return None
+        used = frozenset(phase.trained[i] for where, _, _ in self.groups for i in where)
+        return Program(compiled, kept, used, frozenset(touched), constants(desk, touched))
