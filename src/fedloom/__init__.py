@@ -57,6 +57,7 @@ from fedloom.plugins import (
     clip,
     compress,
     control_variates,
+    freeze,
     isr,
     lag,
     map_prior,
@@ -73,7 +74,7 @@ from fedloom.registry import describe, list_methods, list_plugins
 from fedloom.result import Result
 from fedloom.simulation import fit
 from fedloom.store import load_run
-from fedloom.tasks import Task
+from fedloom.tasks import Task, segmentation
 
 __version__ = "0.1.0"
 
@@ -137,6 +138,7 @@ __all__ = [
     "fedrod",
     "fedyogi",
     "fit",
+    "freeze",
     "gain",
     "gaussian",
     "gpfl",
@@ -167,6 +169,7 @@ __all__ = [
     "quantity",
     "robust",
     "scaffold",
+    "segmentation",
     "server_momentum",
     "sgd",
     "shards",

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedloom import network, rng
+from fedloom import layers, network, rng
 from fedloom.bound import Bound, bind
 from fedloom.data import ClientData, Federation, Rows, concatenate
 from fedloom.engines import Engine, LoopEngine
@@ -83,6 +85,8 @@ def make_network(
         device=device,
         scale=scale,
     )
+    if not any(leaf.trainable for leaf in net.structure.leaves):
+        raise UserError(f"model: {type(net.module).__name__} has no parameter that can be trained")
     if precision == "bf16":
         net.autocast = torch.bfloat16
     if device.type == "cuda":
@@ -91,7 +95,26 @@ def make_network(
         for client in data:
             for part, rows in client.parts().items():
                 task.check(net.structure.outputs, rows.y, f"client {client.id!r}, {part}")
+    else:
+        _check_loss(net, task, sample, device)
     return net
+
+
+def _check_loss(net: network.Network, task: Task, sample: Rows, device: torch.device) -> None:
+    """A loss of one's own is tried on two rows before anything begins."""
+    with torch.no_grad():
+        output = net(net.start, _move(sample.x, device), layers.Frame(), train=False)
+        try:
+            losses = task.loss(output, sample.y.to(device))
+        except (RuntimeError, ValueError, IndexError, TypeError) as error:
+            raise UserError(
+                f"task: its loss cannot take the model's output of shape {tuple(output.shape)}: {error}"
+            ) from None
+    if not isinstance(losses, Tensor) or losses.dim() != 1 or len(losses) != len(sample.y):
+        got = f"shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else type(losses).__name__
+        raise UserError(
+            f"task: its loss gave {got} for {len(sample.y)} rows; expected one value per row (reduction='none')"
+        )
 
 
 def make_site(client: ClientData, task: Task, classes: int, device: torch.device) -> Site:
@@ -188,3 +211,29 @@ def with_cloud(data: Federation, mixing: Mixing, seed: int) -> Federation:
             f"hybrid.cloud_fraction={mixing.cloud_fraction} takes no row from any client; give a larger one"
         )
     return replace(data, clients=tuple(clients), cloud=concatenate(taken))
+
+
+@contextlib.contextmanager
+def exact(device: torch.device, wanted: bool) -> Iterator[None]:
+    """Only deterministic kernels while it lasts; the CPU has no others here.
+
+    Raises:
+        UserError: torch has no deterministic kernel for something that the model does.
+    """
+    if not wanted or device.type != "cuda":
+        yield
+        return
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    before = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
+    try:
+        yield
+    except RuntimeError as error:
+        if "deterministic" not in str(error):
+            raise
+        reason = str(error).split(".")[0]
+        raise UserError(f"deterministic=True: {reason}; use another layer, the CPU, or deterministic=False") from error
+    finally:
+        torch.use_deterministic_algorithms(before[0])
+        torch.backends.cudnn.benchmark = before[1]

@@ -220,7 +220,8 @@ class Run:
         bound = self.at(self.state.round)
         post, addressed = self._evaluation_post(bound)
         desk = Desk(bound, self.work, post, [self._judge(name, addressed)], Single())
-        desk.run(bound.method.schedule.adapt)
+        with torch.inference_mode(False), torch.enable_grad():  # a caller may have switched gradients off
+            desk.run(bound.method.schedule.adapt)
         return desk
 
     def _evaluation_post(self, bound: Bound) -> tuple[Post, Mapping[str, Memory]]:

@@ -176,7 +176,8 @@ def fit(
         if session.folder is not None and session.folder.finished:
             session.folder.check_same(full)
             return load_run(session.folder.path, model=made)
-        return _finish(session, federation, full, rounds, where)
+        with building.exact(where, settings.deterministic), torch.inference_mode(False), torch.enable_grad():
+            return _finish(session, federation, full, rounds, where)
     finally:
         if session.folder is not None:
             session.folder.close()
@@ -278,7 +279,7 @@ def _configuration(
     repeatable = repeatable and "given" not in (tables["augment"] or {})
     full: Table = {"method": method.text, **config.table_of(settings)}
     full |= {key: config.plain(table) for key, table in tables.items() if table}
-    full["repeatable"] = repeatable and task.name in tasks.TASKS
+    full["repeatable"] = repeatable and tasks.TASKS.get(task.name) is task
     full["resolved"] = {
         "engine": state.engine.name,
         "device": str(next(iter(state.state.leaves.values())).device),

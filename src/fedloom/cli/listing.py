@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fedloom import data, models, registry
+from fedloom import data, documenting, models, registry
 from fedloom.registry import Entry
 
 Row = dict[str, Any]
@@ -24,6 +24,7 @@ class What(StrEnum):
     models = "models"
     datasets = "datasets"
     partitions = "partitions"
+    options = "options"
 
 
 def names(
@@ -85,10 +86,22 @@ def _functions(table: dict[str, Callable[..., Any]]) -> list[Row]:
     ]
 
 
+def _options() -> list[Row]:
+    found = []
+    for row in documenting.rows():
+        key = f"{row['table']}.{row['key']}" if row["table"] else row["key"]
+        shown = f" = {row['default']!r}" if row["default"] is not None else ""
+        found.append(
+            {"name": key, "form": f"{key}{shown}", "summary": f"({row['type']}) {row['meaning']}", "paper": ""}
+        )
+    return found
+
+
 _ROWS: dict[What, Callable[[], list[Row]]] = {
     What.methods: lambda: [_entry(registry.METHODS[n]) for n in registry.list_methods()],
     What.plugins: lambda: [_entry(registry.PLUGINS[n]) for n in registry.list_plugins()],
     What.models: lambda: _functions(dict(models.MODELS)),
     What.datasets: lambda: _functions(dict(data.DATASETS)),
+    What.options: _options,
     What.partitions: lambda: _functions(dict(data.PARTITIONS)),
 }

@@ -3,6 +3,7 @@
 from fedloom.plugins.aims import aims
 from fedloom.plugins.compress import compress
 from fedloom.plugins.control_variates import control_variates
+from fedloom.plugins.freeze import freeze
 from fedloom.plugins.isr import isr
 from fedloom.plugins.lag import lag
 from fedloom.plugins.map_prior import map_prior
@@ -18,6 +19,7 @@ __all__ = [
     "clip",
     "compress",
     "control_variates",
+    "freeze",
     "isr",
     "lag",
     "map_prior",

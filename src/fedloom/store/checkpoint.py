@@ -66,6 +66,18 @@ class Checkpoints:
             self._sizes[file] = len(changed)
             index |= dict.fromkeys(changed, file)
         temporary = disk.fresh(self.folder / f".round-{number}.tmp")
+        try:
+            self._commit(snapshot, metrics_bytes, index, temporary, number)
+        except UserError:
+            disk.remove(temporary)
+            raise
+        self._saved, self._index = dict(snapshot.clients), index
+        self._clean(set(index.values()))
+
+    def _commit(
+        self, snapshot: Snapshot, metrics_bytes: int, index: Mapping[str, str], temporary: Path, number: str
+    ) -> None:
+        """Writes the server's state and makes it the newest checkpoint."""
         tree = {"leaves": snapshot.server.leaves, "memory": snapshot.server.memory}
         state = {
             "round": snapshot.server.round,
@@ -79,8 +91,6 @@ class Checkpoints:
         digest = disk.write(temporary / "state.json", json.dumps(state).encode())
         disk.swap(temporary, self.folder / f"round-{number}")
         disk.write(self.folder / "LATEST", f"round-{number} {digest}\n".encode())
-        self._saved, self._index = dict(snapshot.clients), index
-        self._clean(set(index.values()))
 
     def _changed(self, clients: Mapping[str, ClientState]) -> list[str]:
         """Clients that changed, and those in files that are mostly out of date, which can then be removed."""

@@ -135,10 +135,14 @@ class RunFolder:
     def finish(self, rows: list[Table], files: Mapping[str, bytes]) -> None:
         """Writes models and clients; the table of clients comes last and says that the run is complete."""
         temporary = disk.fresh(self.path / f".{MODELS}.tmp")
-        (temporary / "clients").mkdir()
-        for name, data in files.items():
-            disk.write(temporary / name, data)
-        disk.swap(temporary, self.path / MODELS)
+        try:
+            for name, data in files.items():
+                (temporary / name).parent.mkdir(exist_ok=True)
+                disk.write(temporary / name, data)
+            disk.swap(temporary, self.path / MODELS)
+        except UserError:
+            disk.remove(temporary)
+            raise
         text = io.StringIO()
         table = csv.DictWriter(text, list(dict.fromkeys(k for row in rows for k in row)), lineterminator="\n")
         table.writeheader()
