@@ -52,6 +52,7 @@ class Method:
         tasks: names of the tasks it can serve; None for all.
         plain_sgd: its definition needs SGD without momentum; other optimisers run with a warning.
         then: ``(rounds, method)``: the method that takes over after so many rounds.
+        sealed: why no plug-in can be stacked on it; empty for methods that take plug-ins.
 
     Example:
         >>> import fedloom as fl
@@ -70,6 +71,7 @@ class Method:
     tasks: tuple[str, ...] | None = None
     plain_sgd: bool = False
     then: tuple[int, Method] | None = None
+    sealed: str = ""
 
     def __str__(self) -> str:
         return self.text
@@ -201,6 +203,9 @@ class Plugin:
 
     def __call__(self, method: Method) -> Method:
         """The method with this plug-in on it."""
+        if method.sealed:
+            name = self.text.partition("(")[0]
+            raise Conflict(f"{name!r} cannot be stacked on {method.text!r}: {method.sealed}")
         changed = self.apply(method)
         check_order(changed)
         then = changed.then and (changed.then[0], self(changed.then[1]))

@@ -71,3 +71,9 @@ def test_models_with_several_inputs_are_refused() -> None:
     part = ((x, x), np.array([0, 1, 2, 0]))
     with pytest.raises(fl.UserError, match="one tensor"):
         fit("fedaf", Two(), fl.Federation.from_arrays([(part, part)]))
+
+
+@pytest.mark.parametrize("plugin", ["clip", "proximal", "isr", "lag", "control_variates", "server_momentum"])
+def test_nothing_stacks_on_a_method_whose_clients_train_no_model(plugin: str) -> None:
+    with pytest.raises(fl.Conflict, match="its clients train images"):
+        fl.method(f"fedaf + {plugin}")

@@ -242,7 +242,7 @@ def fedaf(
         ),
         upload=(replace(send_model(), when="server"), stage),
         server=Server(prepare=(telling,), stages=(gathering,), rows=rows),
-        claims=(("the receive rule", OWNER), ("the data term", OWNER), ("the round program", OWNER)),
+        sealed="its clients train images, not a model",
     )
     return with_prototypes(
         method,
