@@ -246,3 +246,25 @@ def test_the_mean_of_personal_layers_is_kept_for_newcomers() -> None:
     models = [own(result, c.id) for c in DATA]
     mean: dict[str, Tensor] = {k: torch.stack([m[k] for m in models]).mean(0) for k in models[0]}
     assert gap(mean, shared(result)) < 1e-12
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "fedaims + lag(k=1, xi=0.5)",
+        "scaffold + isr(points=1) + lag(k=1, xi=0.5)",
+        "fedrep + map_prior(1.0) + isr(points=1)",
+        "fedprox(mu=0.1) + lag(k=1, xi=0.5) + clip(0.5) + noise(0.01)",
+        "fedavg + lag(k=1, xi=0.5) + control_variates",
+        "fedavg + lag(k=2, xi=0.5, granularity='tensor') + server_momentum(beta=0.5)",
+        "fedavg + robust('median') + lag(k=1, xi=0.5)",
+        "fedmap(prior=student_t()) + isr(points=1) + clip(0.5)",
+        "fedper + lag(k=1, xi=0.5, schedule='warmup_then_per_round', warmup=1) + isr(points=1)",
+    ],
+)
+def test_stacks_on_both_engines(text: str) -> None:
+    a, b = (fit(text, deep, DATA, rounds=3, epochs=1, cohort=3, engine=e) for e in ("loop", "vectorised"))
+    assert [h.get("lag") for h in a.history] == [h.get("lag") for h in b.history]
+    assert gap(everything(a), everything(b)) < 1e-10
+    assert [h["bytes_up"] for h in a.history] == [h["bytes_up"] for h in b.history]
+    assert [h["bytes_down"] for h in a.history] == [h["bytes_down"] for h in b.history]

@@ -24,7 +24,7 @@ OWNER = "map_prior"
 PAPER = "Zhang et al., FedMAP: Unlocking Potential in Personalized Federated Learning through Bi-Level MAP Optimization"
 OMEGAS = ("mean_loglik", "mean_loglik_n", "sum_loglik", "n", "uniform")
 
-Omega = Literal["mean_loglik", "mean_loglik_n", "sum_loglik", "n", "uniform"]
+Omega = Literal["mean_loglik", "mean_loglik_n", "sum_loglik", "n", "n_k", "uniform"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +204,7 @@ def map_prior(
     Args:
         sigma2: variance of the Gaussian prior; ``inf`` is local training.
         omega: the weights: ``"mean_loglik"`` exp(mean log-likelihood - R), ``"mean_loglik_n"`` with R / n_k, ``"sum_loglik"`` as printed
-            (eq. 8: hands nearly all weight to the smallest client), ``"n"`` rows (what the authors' code ran), or ``"uniform"``. They are
+            (eq. 8: hands nearly all weight to the smallest client), ``"n"`` or ``"n_k"`` rows (what the authors' code ran), or ``"uniform"``. They are
             kept as logarithms in float64.
         prior: another prior: ``fl.gaussian``, ``fl.learnable_gaussian``, ``fl.laplace``, ``fl.student_t``, or its name.
         start: a client goes on from its ``"own"`` model (Algorithm 2) or from ``"gamma"``.
@@ -220,7 +220,7 @@ def map_prior(
         >>> print(fl.compose(fl.fedrep(), fl.map_prior(sigma2=1.0)))
         fedrep() + map_prior(sigma2=1.0)
     """
-    chosen = named(prior, sigma2)
+    chosen, omega = named(prior, sigma2), "n" if omega == "n_k" else omega
     for name, value, allowed in (
         ("omega", omega, OMEGAS),
         ("start", start, ("own", "gamma")),
