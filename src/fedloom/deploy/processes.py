@@ -15,6 +15,7 @@ from typing import IO
 
 from fedloom.deploy.plan import Plan
 from fedloom.deploy.project import read_consortium
+from fedloom.deploy.records import EXPERIMENT
 from fedloom.deploy.rows import SiteConfig
 from fedloom.engines.flower.state import folder_name
 from fedloom.errors import RunError, UserError
@@ -168,6 +169,13 @@ def run(folder: Path, out: Path, *, resume: bool = False, experiment: Path | Non
         raise UserError(
             f"the experiment names {strangers[0]!r}, which is no site of this consortium: {', '.join(facts['sites'])}"
         )
+    if (out / EXPERIMENT).exists() != resume:
+        wrong = (
+            "holds no experiment to go on with; start it without"
+            if resume
+            else "holds an experiment already; go on with"
+        )
+        raise UserError(f"{out} {wrong} --resume, or choose another folder")
     env = environment(write_home(folder, int(facts["inner_port"])))
     options = f'experiment="{chosen.resolve()}" out="{out.resolve()}" resume={str(resume).lower()}'
     words = [command("flwr"), "run", str(folder / "server" / "app"), "consortium", "--stream", "-c", options]
