@@ -119,7 +119,7 @@ def resolve(
 
     Args:
         run: a run before round one.
-        engine: ``"auto"``, ``"loop"``, ``"vectorised"``, or an engine, which is returned as it is.
+        engine: ``"auto"``, ``"loop"``, ``"vectorised"``, ``"flower"``, or an engine, which is returned as it is.
         workers: processes of the loop engine; 0 for none (or, with ``"auto"``, for the rule's number).
         head: the pattern of the head's leaves that the run was given.
 
@@ -128,8 +128,12 @@ def resolve(
     """
     if not isinstance(engine, str):
         return engine, Plan(engine="loop", why=f"an engine of one's own: {getattr(engine, 'name', '')}")
-    if engine not in ("auto", "loop", "vectorised"):
-        raise UserError(f"engine={engine!r}: expected auto, loop or vectorised")
+    if engine not in ("auto", "loop", "vectorised", "flower"):
+        raise UserError(f"engine={engine!r}: expected auto, loop, vectorised or flower")
+    if engine == "flower":
+        from fedloom.engines.flower import LocalEngine
+
+        return LocalEngine(), Plan(engine="loop", why="every client a site in this process, through Flower's messages")
     if workers and engine == "vectorised":
         raise UserError(f"workers={workers} is an option of engine='loop'; the vectorised engine has none")
     device = next(iter(run.state.leaves.values())).device.type
