@@ -31,7 +31,7 @@ class Settings:
         epochs: local epochs.
         batch_size: rows of a mini-batch, or "full".
         task: classification, binary, regression, segmentation; in Python also an `fl.Task`.
-        engine: auto, loop or vectorised.
+        engine: auto, loop, vectorised, or flower (every client a site in this process, through Flower's messages).
         device: auto, cpu or cuda.
         precision: fp32, tf32, bf16 or fp64.
         seed: of everything random.
@@ -47,7 +47,7 @@ class Settings:
     epochs: int = 1
     batch_size: int | Literal["full"] = 32
     task: str = "classification"
-    engine: Literal["auto", "loop", "vectorised"] = "auto"
+    engine: Literal["auto", "loop", "vectorised", "flower"] = "auto"
     device: str = "auto"
     precision: Literal["fp32", "tf32", "bf16", "fp64"] = "fp32"
     seed: int = 0
