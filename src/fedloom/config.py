@@ -19,8 +19,9 @@ from fedloom.data.augment import Augment
 from fedloom.errors import UnknownName, UserError
 from fedloom.modes import Mixing
 from fedloom.optim import Optimizer
-from fedloom.options import Data, Evaluate, Participation, Settings, checked, default, option_names, read
+from fedloom.options import Data, Evaluate, Participation, Settings, default, option_names, read
 from fedloom.tasks import Task
+from fedloom.values import checked
 
 Table = dict[str, Any]
 

@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from fedloom import config
-from fedloom.options import Settings, default, meanings, option_names, words
+from fedloom.options import Settings, default, meanings, option_names
 from fedloom.simulation import fit
+from fedloom.values import words
 
 _INTRO = """# Configuration
 

@@ -6,9 +6,7 @@ A configuration file, ``fit`` and the documentation all read these classes, so t
 from __future__ import annotations
 
 import inspect
-import math
 import re
-import types
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
@@ -16,6 +14,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 from fedloom import registry
 from fedloom.errors import UnknownName, UserError
+from fedloom.values import checked
 
 T = TypeVar("T")
 
@@ -230,58 +229,3 @@ def meanings(of: Callable[..., Any]) -> dict[str, str]:
         elif line.strip() and last:
             found[last] += " " + line.strip()
     return found
-
-
-def checked(name: str, value: Any, hint: Any) -> Any:
-    """The value as the type says, or an error that says what was expected."""
-    good, made = _fitted(value, hint)
-    if not good:
-        raise UserError(f"{name}={value!r}: expected {words(hint)}")
-    return made
-
-
-def words(hint: Any) -> str:
-    """A type in words.
-
-    Example:
-        >>> words(int | Literal["full"])
-        "a whole number or 'full'"
-    """
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (typing.Union, types.UnionType):
-        rest = [a for a in args if a is not type(None)]
-        if set(rest) == {int, float}:
-            return "a number"
-        return " or ".join(words(a) for a in rest)
-    if origin is Literal:
-        return " or ".join(repr(a) for a in args)
-    if origin in (tuple, list):
-        return f"a list of {words(args[0])}"
-    names: dict[Any, str] = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
-    return names.get(hint, "a table")
-
-
-def _fitted(value: Any, hint: Any) -> tuple[bool, Any]:
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (typing.Union, types.UnionType):
-        tries = [_fitted(value, a) for a in sorted(args, key=lambda a: a is float)]
-        return next((t for t in tries if t[0]), (False, None))
-    if origin is Literal:
-        return any(value == a and type(value) is type(a) for a in args), value
-    if origin in (tuple, list):
-        if not isinstance(value, (list, tuple)):
-            return False, None
-        parts = [_fitted(v, args[0]) for v in value]
-        return all(good for good, _ in parts), tuple(v for _, v in parts)
-    if hint is float:
-        good = isinstance(value, (int, float)) and not isinstance(value, bool) and not _too_large(value)
-        return (True, float(value)) if good else (False, None)
-    if hint is int:
-        return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63, value
-    if hint in (str, bool, type(None)):
-        return isinstance(value, hint), value
-    return isinstance(value, Mapping), value
-
-
-def _too_large(value: float) -> bool:
-    return math.isnan(value) or (isinstance(value, int) and abs(value) > 10**300)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 import inspect
 import re
+import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, ParamSpec
 
 from fedloom.errors import UnknownName, UserError
 from fedloom.record import Method, Plugin
+from fedloom.values import fits, words
 
 P = ParamSpec("P")
 
@@ -142,7 +144,7 @@ def _arguments(entry: Entry, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
     rest = dict(kwargs)
     preset = rest.pop("preset", None)
     if preset is not None:
-        if preset not in entry.presets:
+        if not isinstance(preset, str) or preset not in entry.presets:
             raise UnknownName(f"preset of {entry.name}", str(preset), entry.presets)
         rest = {**entry.presets[preset], **rest}
     signature = inspect.signature(entry.fn)
@@ -154,9 +156,22 @@ def _arguments(entry: Entry, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
     except TypeError as error:
         takes = ", ".join(signature.parameters) or "none"
         raise UserError(f"{entry.name}: {error}; its hyper-parameters are {takes}") from None
+    hints = _hints(entry.fn)
+    for key, value in given.items():
+        if value is not None and key in hints and not fits(value, hints[key]):
+            raise UserError(f"{entry.name}: {key}={value!r}; expected {words(hints[key])}")
     for bound in entry.bounds:
         check_bound(entry.name, bound, given)
     return given
+
+
+@functools.cache
+def _hints(fn: Callable[..., Any]) -> dict[str, Any]:
+    """Types of the hyper-parameters; none where an annotation cannot be resolved."""
+    try:
+        return typing.get_type_hints(fn)
+    except NameError:
+        return {}
 
 
 def check_bound(name: str, bound: str, given: Mapping[str, Any]) -> None:
