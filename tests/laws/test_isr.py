@@ -22,7 +22,7 @@ from fedloom.taps.points import leaves_before
 from fedloom.taps.report import costs, information
 from fedloom.types import Batch
 from fedloom.view import View
-from tests.helpers import bn_mlp, federation, fit, identical, mlp, own, run_of, shared, small_cnn
+from tests.helpers import bn_mlp, everything, federation, fit, gap, identical, mlp, own, run_of, shared, small_cnn
 
 
 def deep(depth: int = 4) -> Callable[[], nn.Module]:
@@ -320,3 +320,26 @@ def test_information_of_zero_adapters_is_at_most_zero_and_grows_with_training() 
     assert sum(i.bound for i in last) > sum(i.bound for i in first)
     with pytest.raises(fl.UserError, match="no adapters"):
         information(fit("fedavg", deep(2), data, rounds=1))
+
+
+@pytest.mark.parametrize(
+    ("name", "side"),
+    [
+        ("topformer_t", 32),
+        # Smaller pictures leave maps of one pixel, whose batch normalisation over three rows is ill-conditioned.
+        pytest.param("seaformer_t", 64, marks=pytest.mark.slow),
+        pytest.param("deeplabv3plus_resnet18", 32, marks=pytest.mark.slow),
+    ],
+)
+def test_one_step_of_a_dense_network_on_both_engines(name: str, side: int) -> None:
+    draw = np.random.default_rng(0)
+    rows = []
+    for n in (4, 3):
+        x, y = draw.normal(size=(n, 3, side, side)).astype(np.float32), draw.integers(0, 4, (n, side, side))
+        y[:, :4] = 255
+        rows.append(((x, y), (x, y)))
+    options = {"rounds": 1, "epochs": 1, "batch_size": 4, "task": "segmentation", "optimizer": fl.sgd(0.01)}
+    data, model = fl.Federation.from_arrays(rows), getattr(fl.models, name)
+    runs = [fit("omniisr", lambda: model(num_classes=4), data, engine=e, **options) for e in ("loop", "vectorised")]
+    assert len([n for n in shared(runs[0]) if n.startswith("isr:")]) == 6
+    assert gap(everything(runs[0]), everything(runs[1])) <= 1e-9
