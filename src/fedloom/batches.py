@@ -12,6 +12,8 @@ Indices = np.ndarray
 Steps = list[tuple[Indices, ...]]
 
 SWEEP_BATCH = 128
+SWEEP_CELLS = 1 << 21
+"""Most numbers of input in a batch of a sweep; 128 rows of 3 x 64 x 64 pixels are 1.6 million."""
 
 
 def plan(
@@ -69,6 +71,19 @@ def _paired(chunks: list[Indices]) -> Steps:
         half = len(chunks[0]) // 2
         return [(chunks[0][:half], chunks[0][half:])] if half else []
     return [(chunks[i], chunks[i + 1]) for i in range(0, len(chunks) - 1, 2)]
+
+
+def sweep_rows(cells: int) -> int:
+    """Rows of a batch of a sweep: 128, fewer where a row is a large picture, so that memory stays bounded.
+
+    Args:
+        cells: numbers of input in a row.
+
+    Example:
+        >>> sweep_rows(3 * 32 * 32), sweep_rows(3 * 180 * 240), sweep_rows(3 * 1024 * 2048)
+        (128, 16, 1)
+    """
+    return max(1, min(SWEEP_BATCH, SWEEP_CELLS // max(cells, 1)))
 
 
 def in_order(n: int, size: int | str = SWEEP_BATCH) -> list[tuple[int, int]]:

@@ -108,7 +108,11 @@ def bind(method: Method, network: Network, task: Task, *, seed: int = 0) -> Boun
         Conflict: two owners that claim one leaf.
     """
     if method.tasks is not None and task.name not in method.tasks:
-        raise UserError(f"{method.text!r} needs a task with {' or '.join(method.tasks)}, but the task is {task.name!r}")
+        dense = ": it is defined by one label and one feature vector per row" if task.name == "segmentation" else ""
+        raise UserError(
+            f"{method.text!r} is for {' and '.join(method.tasks)}, but the task is {task.name!r}{dense}; "
+            "choose another method (fedloom list methods)"
+        )
     extras = _build_extras(method, network, seed)
     structure = replace(network.structure, leaves=network.structure.leaves + tuple(i for i, _, _ in extras.values()))
     values = dict(network.start) | {name: value for name, (_, _, value) in extras.items()}
@@ -117,7 +121,10 @@ def bind(method: Method, network: Network, task: Task, *, seed: int = 0) -> Boun
     specs, phases = _resolve_phases(method, structure, specs)
     wanted = frozenset(t for p in phases.values() for taps in p.taps.values() for t in taps)
     sweeps = [
-        s for program in ("setup", "round", "adapt", "server") for s in getattr(method.schedule, program) if isinstance(s, Sweep)
+        s
+        for program in ("setup", "round", "adapt", "server")
+        for s in getattr(method.schedule, program)
+        if isinstance(s, Sweep)
     ]
     for chooser in [*(s.taps for s in sweeps), method.evaluate.taps]:
         wanted |= frozenset(resolve_taps(chooser, structure))

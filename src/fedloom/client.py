@@ -11,10 +11,12 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from fedloom import rng, tree
-from fedloom.batches import SWEEP_BATCH
+from fedloom.batches import SWEEP_BATCH, sweep_rows
 from fedloom.bound import Bound, BoundPhase
+from fedloom.data import Rows
 from fedloom.optim import OptState
 from fedloom.slots import Judge, Phase, Program, Receive, Send, Sweep
 from fedloom.stepping import Stepper
@@ -177,6 +179,7 @@ class Desk:
             if not more:
                 break
             stepper.step(batch, active)
+        stepper.finish()
         count = stepper.count()
         self.private["steps"] = {**self.private["steps"], phase.name: count}
         if stepper.total is not None:
@@ -204,7 +207,7 @@ class Desk:
             )
 
         asked = self.work.batch_size if step.batch_size == "run" else step.batch_size
-        sums = self._accumulate(fn, "train", SWEEP_BATCH if asked is None else asked)
+        sums = self._accumulate(fn, "train", asked)
         if step.finish is not None:
             finish = step.finish
             sums = self.layout.call(lambda s, private: finish(s, self.see(private)), sums, self.private)
@@ -294,8 +297,11 @@ class Desk:
     # Details.
 
     @torch.no_grad()
-    def _accumulate(self, fn: Callable[..., Leaves], rows: str, size: int | str = SWEEP_BATCH) -> Leaves:
+    def _accumulate(self, fn: Callable[..., Leaves], rows: str, asked: int | str | None = None) -> Leaves:
         sums: Leaves | None = None
+        whose: Rows = getattr(self.participants[0].site, rows)
+        cells = sum(t[:1].numel() for t in pytree.tree_leaves(whose.x))
+        size = sweep_rows(cells) if asked is None else asked
         for batch in self.layout.sweep(self, rows, size):
             part = self.layout.call(fn, self.leaves, self.private, batch.packed())
             sums = part if sums is None else tree.add(sums, part)

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fedloom.errors import UserError
 from fedloom.methods.averaging import fedavg
 from fedloom.methods.personalised import fedper
 from fedloom.objectives import quadratic
@@ -133,6 +134,10 @@ def feddbe(kappa: float = 50.0, mu: float = 1.0, bias: bool = True) -> Method:
 
 
 def _zeros(structure: Structure) -> Tensor:
+    if structure.task == "segmentation":
+        raise UserError(
+            "feddbe: it corrects one feature vector per row, and dense prediction has one per pixel; use fedbn"
+        )
     return torch.zeros(feature_width(structure), dtype=structure.dtype)
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedloom.errors import UserError
+from fedloom.layers import uniform_like
 
 Norm = Literal["bn_batch", "bn_track", "gn", "none"]
 NORMS: tuple[Norm, ...] = ("bn_batch", "bn_track", "gn", "none")
@@ -162,13 +162,15 @@ class DropPath(nn.Module):
     Reference: Huang et al., Deep Networks with Stochastic Depth, 2016.
     """
 
+    draws_noise = True
+
     def __init__(self, p: float = 0.0) -> None:
         super().__init__()
         self.p = probability("drop path", p)
 
     def uniform(self, x: Tensor) -> Tensor:
         """One uniform number in [0, 1) per sample; the single source of this module's noise."""
-        return torch.rand((x.shape[0],) + (1,) * (x.dim() - 1), dtype=x.dtype, device=x.device)
+        return uniform_like(x, (x.shape[0],) + (1,) * (x.dim() - 1))
 
     def forward(self, x: Tensor) -> Tensor:
         """The branch, kept or dropped sample by sample."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -172,28 +175,21 @@ def _check_numbers(width: int, y: Tensor, who: str) -> None:
 # Segmentation ---------------------------------------------------------------------------------------------
 
 
-def _pixel_ce(output: Tensor, y: Tensor) -> Tensor:
-    """Mean over the valid pixels of each picture."""
+def _pixel_weights(y: Tensor, weights: Sequence[float] | None, dtype: torch.dtype) -> Tensor:
+    """The weight of each pixel: 0 where it is ignored, else its class's, or 1."""
+    valid = (y != IGNORE).to(dtype)
+    if weights is None:
+        return valid
+    table = torch.tensor(list(weights), dtype=dtype, device=y.device)
+    return valid * table[torch.where(y == IGNORE, 0, y)]
+
+
+def _pixel_losses(output: Tensor, y: Tensor, weights: Sequence[float] | None) -> tuple[Tensor, Tensor]:
+    """Weighted losses and weights of each row, summed over its pixels."""
     losses = F.cross_entropy(output, y, ignore_index=IGNORE, reduction="none")
-    valid = (y != IGNORE).to(losses.dtype)
-    return losses.flatten(1).sum(1) / valid.flatten(1).sum(1).clamp(min=1)
-
-
-def _pixel_mean(output: Tensor, batch: Batch) -> Tensor:
-    """Mean over the valid pixels of the batch."""
-    losses = F.cross_entropy(output, batch.y, ignore_index=IGNORE, reduction="none")
-    valid = (batch.y != IGNORE).to(losses.dtype)
-    return batch.sum(losses.flatten(1).sum(1)) / batch.sum(valid.flatten(1).sum(1)).clamp(min=1)
-
-
-def _pixel_statistics(output: Tensor, batch: Batch) -> Leaves:
-    losses = F.cross_entropy(output, batch.y, ignore_index=IGNORE, reduction="none")
-    rows = torch.ones(batch.y.shape[0], device=batch.y.device) if batch.mask is None else batch.mask
-    weight = (batch.y != IGNORE) * rows.reshape(-1, 1, 1)
-    return {
-        "loss": (losses.double() * weight).sum(),
-        "confusion": _confusion(output.argmax(1).flatten(), batch.y.flatten(), weight.flatten(), output.shape[1]),
-    }
+    weight = _pixel_weights(y, weights, losses.dtype)
+    losses = losses if weights is None else losses * weight
+    return losses.flatten(1).sum(1), weight.flatten(1).sum(1)
 
 
 def _pixel_metrics(sums: Leaves) -> Metrics:
@@ -201,13 +197,73 @@ def _pixel_metrics(sums: Leaves) -> Metrics:
     n = max(float(confusion.sum()), 1.0)
     scores = per_class(confusion)
     return {
-        "loss": float(sums["loss"]) / n,
+        "loss": float(sums["loss"]) / max(float(sums["weight"]), 1e-300),
         "miou": float(scores["iou"].nanmean()),
         "mf1": float(scores["f1"].nanmean()),
         "mprecision": float(scores["precision"].nanmean()),
         "mrecall": float(scores["recall"].nanmean()),
         "pixel_accuracy": float(confusion.diagonal().sum()) / n,
     }
+
+
+def segmentation(weights: Sequence[float] | None = None) -> Task:
+    """A class for every pixel: cross-entropy over the pixels that are not void (255), and one confusion matrix.
+
+    The loss is ``sum_i w(y_i) CE_i / sum_i w(y_i)`` over the valid pixels of a batch, as ``torch.nn.CrossEntropyLoss`` has it.
+    Metrics are never weighted: IoU, F1, precision and recall per class from one confusion matrix over a whole test set, and
+    their means over the classes that occur in labels or predictions.
+
+    Args:
+        weights: one weight per class; None for equal ones.
+
+    Example:
+        >>> task = segmentation(weights=[1.0, 3.0])
+        >>> logits, y = torch.zeros(1, 2, 1, 3), torch.tensor([[[0, 1, 255]]])
+        >>> f"{float(task.value(logits, Batch(logits, y))):.6f}"
+        '0.693147'
+    """
+    if weights is not None:
+        weights = tuple(float(w) for w in weights)
+        if not all(math.isfinite(w) and w >= 0 for w in weights) or not any(weights):
+            raise UserError(f"segmentation: weights={weights}; expected numbers of at least 0, not all of them 0")
+
+    def loss(output: Tensor, y: Tensor) -> Tensor:
+        total, weight = _pixel_losses(output, y, weights)
+        return total / torch.where(weight > 0, weight, 1)
+
+    def mean(output: Tensor, batch: Batch) -> Tensor:
+        total, weight = _pixel_losses(output, batch.y, weights)
+        whole = batch.sum(weight)
+        return batch.sum(total) / torch.where(whole > 0, whole, 1)
+
+    def statistics(output: Tensor, batch: Batch) -> Leaves:
+        total, weight = _pixel_losses(output, batch.y, weights)
+        rows = torch.ones(batch.y.shape[0], device=batch.y.device) if batch.mask is None else batch.mask
+        counted = (batch.y != IGNORE) * rows.reshape(-1, 1, 1)
+        said = output.argmax(1).flatten()
+        return {
+            "loss": batch.sum(total.double()),
+            "weight": batch.sum(weight.double()),
+            "confusion": _confusion(said, batch.y.flatten(), counted.flatten(), output.shape[1]),
+        }
+
+    def check(width: int, y: Tensor, who: str) -> None:
+        if weights is not None and len(weights) != width:
+            raise UserError(f"segmentation: {len(weights)} weights, but the model has {width} outputs; give one each")
+        _check_pixels(width, y, who)
+
+    return Task(
+        loss,
+        predict=lambda out: out.argmax(1),
+        primary="miou",
+        higher_is_better=True,
+        name="segmentation",
+        mean=mean,
+        statistics=statistics,
+        summarise=_pixel_metrics,
+        classes=True,
+        check=check,
+    )
 
 
 def _check_pixels(width: int, y: Tensor, who: str) -> None:
@@ -242,16 +298,5 @@ TASKS: dict[str, Task] = {
         check=_check_binary,
     ),
     "regression": Task(_squared, metrics=_regression_metrics, primary="mse", name="regression", check=_check_numbers),
-    "segmentation": Task(
-        _pixel_ce,
-        predict=lambda out: out.argmax(1),
-        primary="miou",
-        higher_is_better=True,
-        name="segmentation",
-        mean=_pixel_mean,
-        statistics=_pixel_statistics,
-        summarise=_pixel_metrics,
-        classes=True,
-        check=_check_pixels,
-    ),
+    "segmentation": segmentation(),
 }
