@@ -67,7 +67,7 @@ def make_network(
     if precision not in PRECISIONS:
         raise UserError(f"precision={precision!r}: expected {', '.join(PRECISIONS)}")
     first = data.clients[0].train
-    sample = first.take(torch.arange(min(2, len(first))))
+    sample = first.take(torch.arange(2) % len(first))  # two rows: batch normalisation cannot do with one
     scale: tuple[Tensor, Tensor] | None = None
     dtype = PRECISIONS[precision]
     if data.scale is not None:

@@ -58,8 +58,8 @@ def probe(run: Run) -> Verdict:
         found = _probe(run, bound)
         if not found.possible:
             return found
-        if found.unpadded:
-            verdict = found
+        if found.why:
+            verdict = Verdict(True, found.unpadded or verdict.unpadded, found.why)
     return verdict
 
 

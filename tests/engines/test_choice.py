@@ -1,0 +1,257 @@
+"""Which engine runs: the rule, the probe and its one line, worker processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fedloom as fl
+from fedloom.engines import LoopEngine
+from fedloom.engines.choice import choose, planned_steps, resolve, step_flops
+from fedloom.engines.vectorised import VectorisedEngine
+from fedloom.engines.vectorised.probe import probe
+from fedloom.engines.workers import WorkersEngine
+from fedloom.slots import Term
+from tests.helpers import bn_mlp, everything, federation, fit, gap, identical, mlp, run_of, small_cnn
+
+# The rule -------------------------------------------------------------------------------------------------
+
+
+def structure(model: Any, shape: tuple[int, ...] = (6,)) -> Any:
+    return run_of(fit("fedavg", model, federation((4, 4), shape), rounds=1, epochs=1)).bound.structure
+
+
+def test_the_rule_is_a_function_of_its_arguments() -> None:
+    dense, conv = structure(mlp()), structure(small_cnn(), (1, 6, 6))
+    assert choose(dense, "cpu", 10, 32, 1000, 2).engine == "vectorised"
+    assert choose(dense, "cpu", 10, 32, 1000, 2).step == "auto"
+    assert choose(dense, "cpu", 10, 32, 50_000, 2).step == "compiled"
+    assert choose(dense, "cpu", 10, 32, 10, 2).engine == "loop"
+    assert choose(dense, "cpu", 1, 32, 50_000, 2).engine == "loop"
+    assert choose(conv, "cuda", 10, 32, 10, 2).engine == "vectorised"
+    long = choose(conv, "cpu", 10, 64, 10**7, 2)
+    assert (long.engine, long.workers, long.single) == ("loop", 2, True)
+    assert choose(conv, "cpu", 10, 64, 10**7, 1).workers == 0
+    assert choose(conv, "cpu", 10, 64, 10, 2).workers == 0
+    assert choose(conv, "cpu", 10, 64, 10**7, 2) == choose(conv, "cpu", 10, 64, 10**7, 2)
+
+
+def test_arithmetic_of_a_step() -> None:
+    assert step_flops(structure(mlp()), 32) == 6 * 32 * (6 * 5 + 5 * 3)
+    conv = 4 * 9 * 36 + 4 * 3
+    assert step_flops(structure(small_cnn(), (1, 6, 6)), 2) == 6 * 2 * conv
+
+
+def test_planned_steps_are_those_of_the_longest_client() -> None:
+    run = run_of(fit("fedavg", mlp(), federation((9, 14, 5)), rounds=3, epochs=2, batch_size=4))
+    assert planned_steps(run) == 3 * 2 * 4
+
+
+def test_the_plan_is_written_down() -> None:
+    result = fit("fedavg", mlp(), federation(), engine="auto")
+    plan = result.config["resolved"]["plan"]
+    assert plan["engine"] == "loop"
+    assert "pays" in plan["why"]
+    long = fit("fedavg", mlp(), federation((64, 64)), engine="auto", rounds=8, epochs=4)
+    assert long.config["resolved"]["plan"]["engine"] == "vectorised"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"engine": "fast"}, "engine"),
+        ({"engine": "vectorised", "workers": 2}, "workers"),
+    ],
+)
+def test_mistakes(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(fl.UserError, match=words):
+        fit("fedavg", mlp(), federation(), **options)
+
+
+# The probe ------------------------------------------------------------------------------------------------
+
+
+class Odd(nn.Module):
+    """Two layers with something between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 5, bias=False), nn.Linear(5, 3)
+
+    def between(self, h: Tensor) -> Tensor:
+        return h
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.b(torch.tanh(self.between(self.a(x))))
+        return out
+
+
+class Branching(Odd):
+    def between(self, h: Tensor) -> Tensor:
+        return h + 1 if h.sum() > 0 else h
+
+
+class OwnStatistics(Odd):
+    def between(self, h: Tensor) -> Tensor:
+        return h - h.mean(0) if self.training else h
+
+
+class RowsSeeEachOther(Odd):
+    def between(self, h: Tensor) -> Tensor:
+        return h - h.mean(0)
+
+
+class OwnNoise(Odd):
+    def between(self, h: Tensor) -> Tensor:
+        return F.dropout(h, 0.5, self.training)
+
+
+def verdict(model: Any) -> Any:
+    return probe(run_of(fit("fedavg", model, federation((9, 14, 5)), rounds=1)))
+
+
+def test_probe_passes_plain_models_and_changes_nothing() -> None:
+    result = fit("scaffold", bn_mlp(), federation((9, 14, 5)), rounds=1)
+    before, state = {k: v.clone() for k, v in everything(result).items()}, torch.get_rng_state()
+    assert probe(run_of(result)) == probe(run_of(result))
+    assert probe(run_of(result)).why == ""
+    assert identical(before, everything(result))
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_probe_names_the_line() -> None:
+    found = verdict(Branching)
+    assert not found.possible
+    assert "test_choice.py" in found.why
+    assert "h + 1 if h.sum() > 0 else h" in found.why
+    with pytest.raises(fl.UserError, match=r"h\.sum\(\) > 0"):
+        fit("fedavg", Branching, federation(), engine="vectorised")
+
+
+def test_auto_falls_back_with_the_line() -> None:
+    data = federation((64, 64))
+    result = fit("fedavg", Branching, data, engine="auto", rounds=8, epochs=4)
+    assert "h.sum() > 0" in result.config["resolved"]["plan"]["why"]
+    assert identical(everything(fit("fedavg", Branching, data, rounds=8, epochs=4)), everything(result))
+
+
+def test_probe_names_the_line_of_a_term() -> None:
+    def term(view: Any, batch: Any, seen: Any) -> Tensor:
+        return view.output.sum() * float(view.output.sum().item() > 0)
+
+    method = fl.fedavg().adding(terms=(Term(owner="mine", fn=term),))
+    found = probe(run_of(fit(method, mlp(), federation(), rounds=1)))
+    assert not found.possible
+    assert "in term" in found.why
+    assert ".item()" in found.why
+
+
+@pytest.mark.parametrize("optimizer", [fl.sgd(0.1, momentum=0.9), fl.adam(1e-2)])
+def test_own_batch_statistics_run_one_length_at_a_time(optimizer: Any) -> None:
+    found = verdict(OwnStatistics)
+    assert found.possible
+    assert found.unpadded
+    data = federation((9, 14, 5, 9))
+    a, b = (
+        everything(fit("fedavg", OwnStatistics, data, engine=e, optimizer=optimizer)) for e in ("loop", "vectorised")
+    )
+    assert gap(a, b) <= 1e-10
+
+
+def test_rows_that_see_each_other_in_evaluation_run_on_the_loop() -> None:
+    found = verdict(RowsSeeEachOther)
+    assert not found.possible
+    assert "padding" in found.why
+
+
+def test_noise_of_the_models_own_is_said() -> None:
+    found = verdict(OwnNoise)
+    assert found.possible
+    assert "noise" in found.why
+
+
+# Workers --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["fedavg", "ditto", "scaffold"])
+def test_workers_give_the_same_numbers_whatever_their_number(method: str) -> None:
+    model = fl.models.mlp(6, 3, (5,))
+    data = federation((9, 14, 5, 30))
+    runs = [everything(fit(method, model, data, workers=n)) for n in (1, 2, 3)]
+    alone = everything(fit(method, model, data, engine=LoopEngine(single=True)))
+    assert all(identical(alone, other) for other in runs)
+
+
+@pytest.mark.slow
+def test_workers_that_cannot_start_are_not_missed() -> None:
+    data = federation((9, 14, 5))
+    run = run_of(fit("fedavg", lambda: Odd(), data, rounds=1))
+    local = type("Local", (Odd,), {})
+    run = run_of(fit("fedavg", local, data, rounds=1))
+    with pytest.warns(UserWarning, match="the numbers are the same"):
+        engine = WorkersEngine(run, 2)
+    assert engine.facts()["events"]
+    replies = engine.run_cohort(run.bound, run.work, run.bound.method.schedule.round, *_post(run))
+    assert [r.id for r in replies] == ["0", "1", "2"]
+
+
+def _post(run: Any) -> tuple[Any, Any]:
+    from fedloom import server
+
+    cohort = run.cohort(list(run.sites), 1)
+    _, sent = server.dispatch(run.bound, run.state, cohort)
+    return sent.post, [run.participant(i, sent) for i in run.sites]
+
+
+SCRIPT = """
+import os, sys, time
+import fedloom as fl
+from tests.helpers import federation, fit, run_of
+from fedloom.engines.workers import WorkersEngine
+from fedloom.slots import Term
+import multiprocessing as mp
+run = run_of(fit("fedavg", fl.models.mlp(6, 3, (5,)), federation(), rounds=1))
+engine = WorkersEngine(run, 2)
+print(*[p.pid for p in mp.active_children()], flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.slow
+def test_workers_die_with_a_killed_parent() -> None:
+    environment = {**os.environ, "PYTHONPATH": os.getcwd()}
+    parent = subprocess.Popen([sys.executable, "-c", SCRIPT], stdout=subprocess.PIPE, text=True, env=environment)
+    assert parent.stdout is not None
+    children = [int(p) for p in parent.stdout.readline().split()]
+    assert len(children) == 2
+    parent.send_signal(signal.SIGKILL)
+    parent.wait()
+    parent.stdout.close()
+    deadline = time.monotonic() + 20
+    while any(_alive(p) for p in children) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not any(_alive(p) for p in children)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as f:
+            return f.read().rsplit(")", 1)[1].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def test_an_engine_of_ones_own_is_taken_as_it_is() -> None:
+    engine = VectorisedEngine()
+    run = run_of(fit("fedavg", mlp(), federation(), rounds=1))
+    assert resolve(run, engine)[0] is engine
