@@ -3,8 +3,15 @@
 Needs the extra ``flower`` (``pip install "fedloom[flower]"``).
 """
 
+import warnings
+
 try:
-    import flwr as _flwr  # noqa: F401
+    with warnings.catch_warnings():
+        # Of what Flower imports in turn: nothing that a user of fedloom could do about.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        import flwr.app
+        import flwr.clientapp
+        import flwr.serverapp  # noqa: F401
 except ImportError as error:  # the core runs without it
     from fedloom.errors import UserError
 
