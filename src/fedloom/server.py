@@ -6,8 +6,6 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
-
 from fedloom import tree
 from fedloom.bound import Bound
 from fedloom.errors import RunError
@@ -130,12 +128,14 @@ def _fault(bound: Bound, reply: Reply, expected: dict[str, set[str]]) -> str | N
             if spec is not None and entry in ("delta", "buffers") and tensor.shape != bound.start[name].shape:
                 return f"{entry}[{name!r}] has shape {tuple(tensor.shape)}, expected {tuple(bound.start[name].shape)}"
         if not tree.all_finite(value):
-            bad = next(k for k, v in value.items() if not tree.all_finite({k: v}))
-            return f"{entry}[{bad!r}] is not finite"
-    for name, tensor in reply.state.leaves.items():
-        if not tree.all_finite({name: tensor}):
-            return f"its own leaf {name!r} is not finite"
+            return f"{entry}[{_first_bad(value)!r}] is not finite"
+    if not tree.all_finite(reply.state.leaves):
+        return f"its own leaf {_first_bad(reply.state.leaves)!r} is not finite"
     return None
+
+
+def _first_bad(leaves: Leaves) -> str:
+    return next(k for k, v in leaves.items() if not tree.all_finite({k: v}))
 
 
 def aggregate(
@@ -207,9 +207,9 @@ def apply(leaves: Leaves, reduced: Message) -> Leaves:
         for name, value in reduced.get(entry, {}).items():
             moved[name] = leaves[name] + value
     moved.update(reduced.get("counters", {}))
-    for name in [*reduced.get("delta", {}), *reduced.get("buffers", {})]:
-        if not bool(torch.isfinite(moved[name]).all()):
-            raise RunError(f"the server's leaf {name!r} is no longer finite after the server stages")
+    changed = {name: moved[name] for entry in ("delta", "buffers") for name in reduced.get(entry, {})}
+    if not tree.all_finite(changed):
+        raise RunError(f"the server's leaf {_first_bad(changed)!r} is no longer finite after the server stages")
     return moved
 
 

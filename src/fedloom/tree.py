@@ -80,4 +80,5 @@ def size_in_bytes(a: Leaves) -> int:
 
 def all_finite(a: Leaves) -> bool:
     """Whether no floating leaf holds a NaN or an infinity."""
-    return all(bool(torch.isfinite(v).all()) for v in a.values() if v.is_floating_point())
+    flags = [torch.isfinite(v).all() for v in a.values() if v.is_floating_point()]
+    return not flags or bool(torch.stack(flags).all())  # one answer from the device, not one per tensor

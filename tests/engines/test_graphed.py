@@ -1,0 +1,49 @@
+"""Captured steps: on a CPU the same code runs uncaptured, so that what goes into and out of an arena can be tested."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import fedloom as fl
+from fedloom.engines.vectorised import VectorisedEngine
+from tests.helpers import bn_mlp, dropout_mlp, everything, federation, fit, gap
+
+DATA = federation((1, 7, 64, 65, 200))
+METHODS = ["fedavg", "scaffold", "fedrep", "ditto", "fedaims", "fedmap", "feddbe", "peravg", "fedavg + isr + lag(k=1)"]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_parity(method: str) -> None:
+    plain = method.startswith("scaffold")
+    for make, optimizer in ((bn_mlp(), fl.sgd(0.05, momentum=0.0 if plain else 0.9)), (dropout_mlp(), fl.adam(1e-2))):
+        engine = VectorisedEngine(step="graphed")
+        options = {"cohort": 4, "epochs": 1, "batch_size": 64, "optimizer": optimizer}
+        a, b = (fit(method, make, DATA, engine=e, **options) for e in ("loop", engine))
+        assert gap(everything(a), everything(b)) < 1e-10
+        assert engine.arenas.known
+        assert engine.arenas.notes == []
+
+
+def test_what_clients_keep_does_not_lie_in_the_arena() -> None:
+    engine = VectorisedEngine(step="graphed")
+    result = fit("fedper", bn_mlp(), DATA, engine=engine, cohort=4, epochs=1, batch_size=64)
+    assert result.run is not None
+    mine = {t.untyped_storage().data_ptr() for a in engine.arenas.known.values() for t in a.mutable()}
+    kept = [v for c in result.run.clients.values() for v in c.leaves.values()]
+    assert not mine & {v.untyped_storage().data_ptr() for v in [*kept, *result.run.state.leaves.values()]}
+
+
+def test_a_phase_that_cannot_be_captured_goes_on_mapped() -> None:
+    engine = VectorisedEngine(step="graphed")
+    a, b = (fit("pfedme", bn_mlp(), DATA, engine=e, cohort=4, epochs=1, batch_size=64) for e in ("loop", engine))
+    assert gap(everything(a), everything(b)) < 1e-10
+    assert "mapped, not captured" in engine.arenas.notes[0]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("method", METHODS)
+def test_parity_on_cuda(method: str) -> None:
+    options = {"cohort": 4, "epochs": 1, "batch_size": 64, "device": "cuda"}
+    a, b = (fit(method, bn_mlp(), DATA, engine=e, **options) for e in ("loop", VectorisedEngine(step="graphed")))
+    assert gap(everything(a), everything(b)) < 1e-9
