@@ -279,7 +279,7 @@ def test_alpha_must_fit_the_model() -> None:
 
 
 def test_needs_classes() -> None:
-    with pytest.raises(fl.UserError, match="classification or binary"):
+    with pytest.raises(fl.UserError, match="classification and binary"):
         fit("fedaims", mlp(6, 1), task="regression")
 
 
