@@ -20,7 +20,7 @@ from fedloom.registry import recipe
 def omniisr(
     alpha: float | Sequence[float] = 0.1,
     lam: float | Sequence[float] = 0.01,
-    points: int | Sequence[str] | None = None,
+    points: int | str | Sequence[str] | None = None,
     spacing: int | None = None,
     position: Literal["input", "middle", "output"] = "input",
     adapters: Literal["shared", "personal"] = "shared",
@@ -30,7 +30,7 @@ def omniisr(
     Args:
         alpha: weight of the cross-entropy of the adapters: a number, or one per tap.
         lam: weight of the negative entropy of the features: likewise.
-        points: number of taps, or names of modules; None for 3, or as many as the model has.
+        points: number of taps, or name or names of modules; None for 3, or as many as the model has.
         spacing: distance of the taps in the list of candidates; None for 2, or what fits.
         position: ``"input"``, ``"middle"`` or ``"output"``.
         adapters: ``"shared"`` or ``"personal"``.

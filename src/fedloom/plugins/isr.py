@@ -104,7 +104,7 @@ def _weights(name: str, value: Any) -> Weights:
 def isr(
     alpha: float | Sequence[float] = 0.1,
     lam: float | Sequence[float] = 0.01,
-    points: int | Sequence[str] | None = None,
+    points: int | str | Sequence[str] | None = None,
     spacing: int | None = None,
     position: Literal["input", "middle", "output"] = "input",
     adapters: Literal["shared", "personal"] = "shared",
@@ -118,7 +118,7 @@ def isr(
     Args:
         alpha: weight of MI: a number, or one per tap. With ``alpha = lam = 0`` the method is unchanged.
         lam: weight of NE: likewise.
-        points: number of taps, or names of modules; None for 3, or as many as the model has.
+        points: number of taps, or name or names of modules; None for 3, or as many as the model has.
         spacing: distance of the taps in the list of candidates; None for 2, or what fits.
         position: the taps begin at the ``"input"`` side, lie in the ``"middle"``, or end at the ``"output"`` side.
         adapters: ``"shared"`` adapters are averaged as the model is; ``"personal"`` ones stay with their client.
