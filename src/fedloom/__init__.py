@@ -71,6 +71,7 @@ from fedloom.plugins import (
 from fedloom.priors import gaussian, laplace, learnable_gaussian, student_t
 from fedloom.record import Method, Plugin, compose
 from fedloom.registry import describe, list_methods, list_plugins
+from fedloom.report import pictures
 from fedloom.result import Result
 from fedloom.simulation import fit
 from fedloom.store import load_run
@@ -163,6 +164,7 @@ __all__ = [
     "peravg",
     "personal",
     "pfedme",
+    "pictures",
     "prototypes",
     "proximal",
     "qfedavg",
