@@ -13,7 +13,6 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
-import torch._inductor
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
@@ -51,7 +50,9 @@ def fused(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., An
     each call; they would take longer than a step. Calls between kernels are made from C++ for the same reason.
     """
     options = {"cpp_wrapper": inputs[0].device.type == "cpu", "size_asserts": False, "alignment_asserts": False}
-    compiled: Callable[..., Any] = torch._inductor.compile(graph, list(inputs), options=options)
+    from torch import _inductor  # here, since it takes longer to import than torch itself
+
+    compiled: Callable[..., Any] = _inductor.compile(graph, list(inputs), options=options)
     compiled(*inputs)
     return compiled
 
