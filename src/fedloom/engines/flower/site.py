@@ -24,7 +24,7 @@ from fedloom.engines.flower.wire import Answer, Job, Letter, Malformed, Package,
 from fedloom.engines.loop import Single
 from fedloom.store.packing import plain
 from fedloom.tasks import Task
-from fedloom.types import Leaves
+from fedloom.types import Leaves, Memory
 from fedloom.work import ClientState, Participant, Post, Reply, Site, Work
 
 log = logging.getLogger("fedloom.site")
@@ -132,8 +132,18 @@ def desk_for(bench: Bench, job: Job, state: ClientState) -> Desk:
             raise Refusal(
                 Code.PLAN, f"the server's leaf {name!r} is {tuple(value.shape)} {value.dtype}, here it is not"
             )
-    post = replace(job.post, leaves={n: job.post.leaves.get(n, v) for n, v in bound.start.items()})
-    person = Participant(bench.site, state, job.addressed, job.key, job.share)
+    device = next(iter(bound.start.values())).device
+
+    def here(values: Memory) -> Memory:
+        return {owner: {k: v.to(device) for k, v in kept.items()} for owner, kept in values.items()}
+
+    post = replace(
+        job.post,
+        leaves={n: job.post.leaves.get(n, v).to(device) for n, v in bound.start.items()},
+        broadcast=here(job.post.broadcast),
+        gate={n: v.to(device) for n, v in job.post.gate.items()},
+    )
+    person = Participant(bench.site, state, here(job.addressed), job.key, job.share)
     return Desk(bound, bench.work, post, [person], Single())
 
 
