@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import fedloom as fl
 from fedloom import rng
 from fedloom.data import Augment
+from fedloom.engines.vectorised import VectorisedEngine
 from tests.helpers import everything, federation, fit, gap, identical, run_of, shared, small_cnn
 
 KEY = torch.tensor(rng.key_of(0, "augment"))
@@ -155,6 +156,15 @@ def test_both_engines_see_the_same_pictures(method: str) -> None:
     assert gap(everything(a), everything(b)) <= 1e-10
     plain = fit(method, dense_net, streets(), engine="loop", **{**options, "augment": None})
     assert gap(shared(a), shared(plain)) > 1e-4
+
+
+def test_traced_steps_see_the_same_pictures() -> None:
+    options = {"task": "segmentation", "rounds": 2, "epochs": 2, "batch_size": 4, "augment": FULL}
+    engine = VectorisedEngine(step="traced")
+    a, b = (fit("fedavg", dense_net, streets(), engine=how, **options) for how in ("loop", engine))
+    assert engine.traces is not None
+    assert not engine.traces.notes
+    assert gap(everything(a), everything(b)) <= 1e-10
 
 
 def test_classification_pictures_on_both_engines() -> None:

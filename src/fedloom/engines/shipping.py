@@ -17,6 +17,7 @@ from torch import Tensor
 from fedloom import expr, network, tasks
 from fedloom.bound import Bound, bind
 from fedloom.data import Rows
+from fedloom.data.augment import Augment
 from fedloom.errors import UserError
 from fedloom.record import Method
 from fedloom.slots import Judge, Program, Receive
@@ -126,6 +127,8 @@ def parcel(run: Run, head: str | None) -> Parcel:
         raise CannotShip(f"{method.text!r} has parts that its text does not name")
     if tasks.TASKS.get(task.name) is not task:
         raise CannotShip("the task is not known by name")
+    if not isinstance(run.work.augment, (Augment, type(None))):
+        raise CannotShip("the augmentation is a function of one's own")
     sample = first.take(torch.arange(2) % len(first))
     parts = {
         "method": method.text,
