@@ -11,13 +11,14 @@ from fedloom.bound import Bound
 from fedloom.client import Desk
 from fedloom.engines.vectorised import waves
 from fedloom.engines.vectorised.feed import Pools
+from fedloom.engines.vectorised.graphed import Arenas
 from fedloom.engines.vectorised.layout import Stacked
 from fedloom.engines.vectorised.traced import TRACE_STEPS, Traces
 from fedloom.errors import RunError, UserError
 from fedloom.slots import Program
 from fedloom.work import Participant, Post, Reply, Work
 
-StepKind = Literal["auto", "mapped", "traced", "compiled"]
+StepKind = Literal["auto", "mapped", "traced", "compiled", "graphed"]
 
 
 class VectorisedEngine:
@@ -25,7 +26,8 @@ class VectorisedEngine:
 
     Args:
         step: how steps are made: ``"mapped"`` (vmap and autograd), ``"traced"`` (the same operations without Python between
-            them), ``"compiled"`` (fused by ``torch.compile``), or ``"auto"``: traced where the run is long enough to pay.
+            them), ``"compiled"`` (fused by ``torch.compile``), ``"graphed"`` (replays of CUDA graphs), or ``"auto"``: graphed on
+            CUDA, elsewhere traced where the run is long enough to pay.
         wave: most clients side by side; None for the rule of :mod:`fedloom.engines.vectorised.waves`.
         unpadded: batches of unequal length are made one length at a time, for models in which rows see each other.
     """
@@ -33,11 +35,12 @@ class VectorisedEngine:
     name = "vectorised"
 
     def __init__(self, *, step: StepKind = "auto", wave: int | None = None, unpadded: bool = False) -> None:
-        if step not in ("auto", "mapped", "traced", "compiled"):
-            raise UserError(f"step={step!r}: expected auto, mapped, traced or compiled")
+        if step not in ("auto", "mapped", "traced", "compiled", "graphed"):
+            raise UserError(f"step={step!r}: expected auto, mapped, traced, compiled or graphed")
         self.step, self.wave, self.unpadded = step, wave, unpadded
         self.pools = Pools()
         self.traces = None if step == "mapped" else Traces(TRACE_STEPS if step == "auto" else 1, step == "compiled")
+        self.arenas = Arenas()
         self.events: list[str] = []
 
     def run_cohort(
@@ -54,12 +57,15 @@ class VectorisedEngine:
 
     def facts(self) -> dict[str, Any]:
         """What was resolved, and what happened since: for the run's record."""
-        notes = [] if self.traces is None else self.traces.notes
+        notes = [*([] if self.traces is None else self.traces.notes), *self.arenas.notes]
         return {"engine": self.name, "step": self.step, "wave": self.wave or 0, "events": [*self.events, *notes]}
 
     def _wave(self, bound: Bound, work: Work, program: Program, post: Post, wave: list[Participant]) -> list[Reply]:
         try:
-            desk = Desk(bound, work, post, wave, Stacked(self.pools, self.traces, unpadded=self.unpadded))
+            captured = self.step == "graphed" or (self.step == "auto" and next(iter(post.leaves.values())).is_cuda)
+            arenas = self.arenas if captured else None
+            layout = Stacked(self.pools, self.traces, unpadded=self.unpadded, arenas=arenas)
+            desk = Desk(bound, work, post, wave, layout)
             desk.run(program)
             return desk.replies()
         except torch.OutOfMemoryError as error:

@@ -16,6 +16,8 @@ from fedloom.bound import BoundPhase
 from fedloom.client import Desk
 from fedloom.engines.loop import rows_of
 from fedloom.engines.vectorised import feed
+from fedloom.engines.vectorised.compiled import CompiledStepper, eligible
+from fedloom.engines.vectorised.graphed import Arenas, GraphedStepper
 from fedloom.engines.vectorised.stepper import MappedStepper
 from fedloom.engines.vectorised.traced import Traces
 from fedloom.types import Batch, Leaves
@@ -28,10 +30,13 @@ class Stacked:
         pools: rows of earlier waves that are still laid out.
         traces: traced steps, if the engine traces any.
         unpadded: whether batches of unequal length are made one length at a time.
+        arenas: captured steps, if the engine captures any.
     """
 
-    def __init__(self, pools: feed.Pools, traces: Traces | None = None, *, unpadded: bool = False) -> None:
-        self.pools, self.traces, self.unpadded = pools, traces, unpadded
+    def __init__(
+        self, pools: feed.Pools, traces: Traces | None = None, *, unpadded: bool = False, arenas: Arenas | None = None
+    ) -> None:
+        self.pools, self.traces, self.unpadded, self.arenas = pools, traces, unpadded, arenas
 
     def gather(self, values: Sequence[Tensor]) -> Tensor:
         """Stacks the clients' values; one value that all share is expanded, not copied."""
@@ -52,6 +57,10 @@ class Stacked:
 
     def stepper(self, desk: Desk, phase: BoundPhase, leaves: Leaves) -> MappedStepper:
         """Steps of the whole wave."""
+        if self.arenas is not None and not self.unpadded and eligible(desk, phase):
+            return GraphedStepper(desk, phase, leaves, self.pools, self.arenas)
+        if self.traces is not None and self.traces.compiled and not self.unpadded and eligible(desk, phase):
+            return CompiledStepper(desk, phase, leaves, self.pools, self.traces)
         return MappedStepper(desk, phase, leaves, self.pools, self.traces, unpadded=self.unpadded)
 
     def batches(self, desk: Desk, phase: BoundPhase) -> Iterator[tuple[Batch, Tensor | None]]:
