@@ -51,7 +51,9 @@ def main() -> None:
     parser.add_argument("--data-dir")
     parser.add_argument("--every", type=int, default=10)
     parser.add_argument("--precision", default="fp32")
-    parser.add_argument("--stop-after", type=float, default=float("inf"), help="seconds after which no further run begins")
+    parser.add_argument(
+        "--stop-after", type=float, default=float("inf"), help="seconds after which no further run begins"
+    )
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     log = options.out / "cifar10.jsonl"
@@ -71,7 +73,10 @@ def main() -> None:
             line = run(name, data, seed, options)
             with log.open("a") as file:
                 file.write(json.dumps(line) + "\n")
-            print(json.dumps({k: line[k] for k in ("method", "seed", "accuracy", "accuracy_std", "seconds", "wall")}), flush=True)
+            print(
+                json.dumps({k: line[k] for k in ("method", "seed", "accuracy", "accuracy_std", "seconds", "wall")}),
+                flush=True,
+            )
 
 
 def run(name: str, data: fl.Federation, seed: int, options: argparse.Namespace) -> dict[str, object]:

@@ -37,7 +37,8 @@ class Gaps:
     def weighed(self, values: Tensor) -> Tensor:
         """``sum_k w_k values_k``."""
         assert self.weights is not None
-        return torch.tensordot(self.weights, values, dims=1)
+        total: Tensor = torch.tensordot(self.weights, values, dims=1)
+        return total
 
 
 @dataclass(frozen=True, slots=True, repr=False)

@@ -23,9 +23,7 @@ class Case:
     slow: bool = False
 
     def make(self, **options: Any) -> nn.Module:
-        return models.build(
-            self.name, num_classes=self.classes, sample_shape=self.shape, **{**self.options, **options}
-        )
+        return models.build(self.name, num_classes=self.classes, sample_shape=self.shape, **{**self.options, **options})
 
     def batch(self, rows: int = 3, dtype: torch.dtype = torch.float64) -> Tensor:
         return torch.randn(rows, *self.shape, dtype=dtype)

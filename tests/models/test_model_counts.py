@@ -42,9 +42,7 @@ def test_office_parameters():
         assert count(models.office_cnn()) == 57_149_535
 
 
-@pytest.mark.parametrize(
-    ("name", "body"), [("convnet3", 74_880), ("convnet4", 447_360), ("resnet18", 11_168_832)]
-)
+@pytest.mark.parametrize(("name", "body"), [("convnet3", 74_880), ("convnet4", 447_360), ("resnet18", 11_168_832)])
 def test_body_and_head(name, body):
     model = getattr(models, name)()
     assert count(model) - count(model.head) == body

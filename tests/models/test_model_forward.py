@@ -15,8 +15,7 @@ def called(model: nn.Module, names: list[str], x: torch.Tensor) -> list[str]:
     """The names among `names` in the order in which their modules run."""
     order: list[str] = []
     hooks = [
-        model.get_submodule(name).register_forward_hook(lambda *_, name=name: order.append(name))
-        for name in names
+        model.get_submodule(name).register_forward_hook(lambda *_, name=name: order.append(name)) for name in names
     ]
     model(x)
     for hook in hooks:
@@ -101,9 +100,7 @@ def test_taps_of_a_conv_net_lie_on_both_sides_of_each_pool():
     model = case.make()
     sizes: list[tuple[int, ...]] = []
     for name in model.tap_points:
-        model.get_submodule(name).register_forward_hook(
-            lambda _m, _i, out: sizes.append(tuple(out.shape[1:]))
-        )
+        model.get_submodule(name).register_forward_hook(lambda _m, _i, out: sizes.append(tuple(out.shape[1:])))
     model(torch.randn(2, 1, 28, 28))
     assert [s[1] for s in sizes] == [28, 14, 14, 7, 7, 3]
     assert all(s[0] == 64 for s in sizes)

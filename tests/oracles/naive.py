@@ -34,7 +34,13 @@ def rows(client: fl.data.ClientData) -> tuple[Tensor, Tensor]:
 
 
 def order(
-    client: fl.data.ClientData, round: int, *, stream: str = "main", epochs: int = 2, batch_size: int = 4, bn: bool = False
+    client: fl.data.ClientData,
+    round: int,
+    *,
+    stream: str = "main",
+    epochs: int = 2,
+    batch_size: int = 4,
+    bn: bool = False,
 ) -> list[Tensor]:
     """Row indices of each step."""
     made = batches.plan(

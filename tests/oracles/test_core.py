@@ -143,7 +143,12 @@ def test_personal_head(method: str) -> None:
                 assert isinstance(mine, nn.Sequential)
                 mine[1].eval()
                 epochs = 1 if "1" in method else 2
-                naive.train(mine, client, naive.order(client, r, stream="head", epochs=epochs, bn=True), params=mine[3].parameters())
+                naive.train(
+                    mine,
+                    client,
+                    naive.order(client, r, stream="head", epochs=epochs, bn=True),
+                    params=mine[3].parameters(),
+                )
                 mine[1].train()
                 body = [*mine[0].parameters(), *mine[1].parameters()]
                 naive.train(mine, client, naive.order(client, r, bn=True), params=body)

@@ -83,7 +83,9 @@ def sampled(
         sent = facts.travelling()
         width = min(sum(sent[n].numel() for n in _body(facts.structure) if n in sent), WIDTH)
         if not width:
-            raise Conflict(f"'aims' cannot be stacked on {method.text!r}: it uploads no body whose likeness could be found")
+            raise Conflict(
+                f"'aims' cannot be stacked on {method.text!r}: it uploads no body whose likeness could be found"
+            )
         empty = {"latest": like.new_zeros(0, width), "known": like.new_zeros(0), "facts": like.new_zeros(4)}
         return empty if period == 1 else empty | {"used": empty["latest"], "used_known": empty["known"]}
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import warnings
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -190,7 +191,8 @@ class CompiledStepper(MappedStepper):
         try:
             graph = make_fx(full, tracing_mode="fake", _allow_non_fake_inputs=True)(*[t.detach() for t in flat])
             kept = tidy(graph)
-            with torch.no_grad():
+            with torch.no_grad(), warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # the compiler's own, about its insides
                 compiled = fused(graph, [flat[i].detach().contiguous() for i in kept])
         except Exception as error:
             why = str(error).strip().splitlines()

@@ -227,13 +227,17 @@ class GraphedStepper(MappedStepper):
                 body()
             _copy(arena.mutable(), before)
             if arena.touched:
-                raise ValueError(f"client code reads {', '.join(sorted(arena.touched))}, which change from round to round")
+                raise ValueError(
+                    f"client code reads {', '.join(sorted(arena.touched))}, which change from round to round"
+                )
             return self.arenas.capture(body), inputs
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
             why = str(error).strip().splitlines()
-            self.arenas.notes.append(f"phase {self.phase.phase.name!r} is mapped, not captured: {why[0] if why else error!r}")
+            self.arenas.notes.append(
+                f"phase {self.phase.phase.name!r} is mapped, not captured: {why[0] if why else error!r}"
+            )
             self.arenas.refused.add(self.key)
             self.failed = True
             _copy(arena.mutable(), before)
