@@ -5,6 +5,7 @@ from fedloom.checks import check_method
 from fedloom.data import Federation, affine, chunks, classes_per_client, dirichlet, iid, natural, quantity, shards
 from fedloom.errors import Conflict, FedloomError, NotVectorisable, RunError, UnknownName, UserError
 from fedloom.expr import method
+from fedloom.folds import cross_validate
 from fedloom.gains import gain
 from fedloom.methods import (
     apfl,
@@ -104,6 +105,7 @@ __all__ = [
     "compose",
     "compress",
     "control_variates",
+    "cross_validate",
     "data",
     "describe",
     "dirichlet",

@@ -21,6 +21,9 @@ from fedloom.work import Site
 
 Callback = Callable[[Record], object]
 
+_LONG = 60.0
+"""Seconds from which on a run is said to be long."""
+
 LIMIT = 1000
 """Clients that a round evaluates at most, unless told."""
 
@@ -92,6 +95,7 @@ class Session:
                 value = record.get(p)
                 shown = "" if value is None else f"  {p} {value:.4f}"
                 bar.update(line, advance=1, description=f"{text}{shown}")
+                self._foretell(bar, record, total)
                 return last
 
             try:
@@ -100,6 +104,14 @@ class Session:
                 if self.folder is not None and self._good is not None:
                     self.folder.checkpoint(self._good, last=True)
                 raise
+
+    def _foretell(self, bar: Progress, record: Record, total: int) -> None:
+        """Says after the first round of a long run how long it will take."""
+        seconds = record["seconds_total"] * (total - record["round"])
+        if self.progress and len(self.history) == 1 and seconds > _LONG:
+            bar.console.print(
+                f"one round took {record['seconds_total']:.1f} s; {total - 1} more take about {_span(seconds)}"
+            )
 
     def _play(self, round: int) -> Record:
         facts = run.federated(self.state, round) if self.hybrid is None else self.hybrid(self.state, round)
@@ -169,6 +181,18 @@ class Session:
         if note is not None:
             self.notes.append(note)
             warnings.warn(note, stacklevel=2)
+
+
+def _span(seconds: float) -> str:
+    """A span of time in words.
+
+    Example:
+        >>> _span(90), _span(5000), _span(200000)
+        ('2 min', '1.4 h', '2.3 days')
+    """
+    if seconds < 3600:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h" if seconds < 86400 else f"{seconds / 86400:.1f} days"
 
 
 def _bar(shown: bool) -> Progress:

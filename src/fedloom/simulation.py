@@ -26,6 +26,7 @@ from fedloom.run import Record, Run
 from fedloom.session import Session
 from fedloom.store import RunFolder, load_run
 from fedloom.store.files import fingerprint, model_files, rows_fingerprint
+from fedloom.store.folder import read_config
 from fedloom.tasks import Task
 from fedloom.work import Work
 
@@ -144,7 +145,9 @@ def fit(
     )
     state = _run(chosen, net, goal, there, settings, sgd, where)
     state.work = replace(state.work, augment=changes)
-    state.engine, plan = choice.resolve(state, engine, workers=settings.workers, head=model_table.get("head"))
+    state.engine, plan = choice.resolve(
+        state, engine, workers=settings.workers, head=model_table.get("head"), saved=_saved_plan(out, resume)
+    )
     state.participation, state.moments = asking, tuple(m for m in ("before", "after") if m in judging.moments)
     if asking.trace is not None:
         state.trace = sampling.read_trace(asking.trace, list(state.sites))
@@ -181,6 +184,14 @@ def fit(
     finally:
         if session.folder is not None:
             session.folder.close()
+
+
+def _saved_plan(out: str | Path | None, resume: bool) -> Table | None:
+    """How a run that goes on was computed; None for a new one."""
+    if out is None or not resume or not (Path(out) / "run.toml").exists():
+        return None
+    plan: Table | None = read_config(Path(out)).get("resolved", {}).get("plan")
+    return plan
 
 
 def _finish(session: Session, data: Federation, full: Table, rounds: int, where: torch.device) -> Result:

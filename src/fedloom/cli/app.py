@@ -42,6 +42,7 @@ def top(
 app.command("demo")(showing.demo)
 app.command("run")(running.run)
 app.command("list")(listing.names)
+app.command("tune")(running.tune)
 app.command("predict")(using.predict)
 app.command("export")(using.export)
 app.command("check")(helping.check)

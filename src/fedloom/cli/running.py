@@ -10,8 +10,10 @@ import typer
 from rich.console import Console
 
 from fedloom import config
+from fedloom.engines.tuning import tune as measured
 from fedloom.result import Result
 from fedloom.simulation import fit
+from fedloom.store import disk
 from fedloom.store.folder import finite
 
 
@@ -49,3 +51,42 @@ def show(result: Result, *, quiet: bool, as_json: bool) -> None:
     elif not quiet:
         Console().print(summary.table())
         typer.echo(f"run: {result.path}")
+
+
+def tune(
+    configuration: Annotated[Path, typer.Argument(metavar="CONFIG.toml", help="The configuration.")],
+    assignments: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a key; may be repeated.")
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Timed rounds of each way.")] = 3,
+    write: Annotated[bool, typer.Option("--write", help="Write the fastest way into the configuration.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
+) -> None:
+    """Measure which engine runs a configuration fastest here; engine = "auto" goes by a rule instead."""
+    table = config.load(configuration, assignments or ())
+    found = measured(fit, **{k: v for k, v in arguments(table).items() if k not in _TUNED}, rounds=rounds)
+    if write:
+        text = configuration.read_text(encoding="utf-8")
+        disk.write(configuration, with_keys(text, {k: found[k] for k in ("engine", "workers")}).encode())
+    if as_json:
+        typer.echo(json.dumps(found, indent=2))
+        return
+    for name, spent in sorted(found["seconds"].items(), key=lambda item: item[1]):
+        typer.echo(f"{name:<14} {spent:.4f} s a round")
+    typer.echo(f'engine = "{found["engine"]}"\nworkers = {found["workers"]}')
+
+
+_TUNED = ("engine", "workers", "rounds", "evaluate")
+
+
+def with_keys(text: str, keys: dict[str, Any]) -> str:
+    r"""A configuration with some keys of its top level set; everything else stays as it was written.
+
+    Example:
+        >>> with_keys('rounds = 5\nengine = "auto"\n[data]\nname = "digits"', {"engine": "loop"})
+        'engine = "loop"\nrounds = 5\n[data]\nname = "digits"'
+    """
+    lines = text.split("\n")
+    top = next((i for i, line in enumerate(lines) if line.lstrip().startswith("[")), len(lines))
+    kept = [x for i, x in enumerate(lines) if i >= top or x.partition("=")[0].strip() not in keys]
+    return "\n".join([*(f"{k} = {json.dumps(v)}" for k, v in keys.items()), *kept])

@@ -32,7 +32,7 @@ DEMO = (
 )
 """The methods shown, in this order: training alone, one shared model, parts or copies of one's own, the four papers."""
 
-CLIENTS, ROUNDS, EPOCHS, LR = 20, 30, 5, 0.1
+CLIENTS, ROUNDS, EPOCHS, BATCH, LR = 20, 25, 5, 16, 0.1
 
 
 def demo(
@@ -62,9 +62,9 @@ def demo(
             rounds=ROUNDS,
             cohort=0.5,
             epochs=EPOCHS,
-            batch_size=32,
+            batch_size=BATCH,
             optimizer=optim.sgd(lr=LR),
-            evaluate={"every": 10},
+            evaluate={"every": 5},
             out=out / name,
             progress=not (quiet or as_json),
         )
@@ -119,6 +119,6 @@ def _table(rows: list[dict[str, Any]]) -> Table:
             "-" if alone else f"{row['helped']:.0%}",
             "-" if shared is None else f"{shared:.3f}",
             f"{row['bytes'] / 1e6:.1f}",
-            f"{row['seconds']:.1f}",
+            f"{row['seconds']:.1f} s",
         )
     return table

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -113,7 +113,12 @@ def planned_steps(run: Run) -> int:
 
 
 def resolve(
-    run: Run, engine: str | Engine = "auto", *, workers: int = 0, head: str | None = None
+    run: Run,
+    engine: str | Engine = "auto",
+    *,
+    workers: int = 0,
+    head: str | None = None,
+    saved: Mapping[str, Any] | None = None,
 ) -> tuple[Engine, Plan]:
     """The engine of a run, and the plan to be recorded.
 
@@ -122,6 +127,7 @@ def resolve(
         engine: ``"auto"``, ``"loop"``, ``"vectorised"``, ``"flower"``, or an engine, which is returned as it is.
         workers: processes of the loop engine; 0 for none (or, with ``"auto"``, for the rule's number).
         head: the pattern of the head's leaves that the run was given.
+        saved: the record of the plan of a run that goes on, which is then used as it is.
 
     Raises:
         NotVectorisable: ``"vectorised"`` was asked for by name, and the model or the method cannot be.
@@ -134,6 +140,8 @@ def resolve(
         from fedloom.engines.flower import LocalEngine
 
         return LocalEngine(), Plan(engine="loop", why="every client a site in this process, through Flower's messages")
+    if saved is not None:
+        return _again(run, Plan(**saved), head)
     if workers and engine == "vectorised":
         raise UserError(f"workers={workers} is an option of engine='loop'; the vectorised engine has none")
     device = next(iter(run.state.leaves.values())).device.type
@@ -160,6 +168,13 @@ def resolve(
     if plan.workers:
         return WorkersEngine(run, plan.workers, head=head), plan
     return LoopEngine(single=plan.single), plan
+
+
+def _again(run: Run, plan: Plan, head: str | None) -> tuple[Engine, Plan]:
+    """The engine of a plan that was resolved before."""
+    if plan.engine == "vectorised":
+        return VectorisedEngine(step=plan.step, unpadded=plan.unpadded), plan
+    return (WorkersEngine(run, plan.workers, head=head) if plan.workers else LoopEngine(single=plan.single)), plan
 
 
 def _vectorised(run: Run, plan: Plan, rows: int, device: str, *, asked: bool) -> tuple[Engine, Plan]:
