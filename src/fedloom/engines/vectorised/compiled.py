@@ -48,8 +48,8 @@ def fused(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., An
     """A traced graph compiled by torch's inductor, and compared with the graph on these inputs and on others.
 
     The graph needs no second analysis, so that it goes to the compiler without the checks that ``torch.compile`` makes at
-    each call; they would take longer than a step. The C++ wrapper would save more, but in torch 2.13 it gave wrong numbers
-    for SCAFFOLD from the second round on, when inputs were zero in the first: hence the comparison.
+    each call; they would take longer than a step. The C++ wrapper would save more, but with torch 2.13 it gave wrong numbers
+    for SCAFFOLD from the second round on (the cause was not found): hence the comparison.
     """
     options = {"size_asserts": False, "alignment_asserts": False}
     compiled: Callable[..., Any] = torch._inductor.compile(graph, list(inputs), options=options)
