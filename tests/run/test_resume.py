@@ -27,7 +27,8 @@ cohort = {cohort}
 epochs = 2
 batch_size = 16
 seed = 3
-engine = "loop"
+engine = "{engine}"
+workers = {workers}
 [data]
 name = "digits"
 clients = 6
@@ -49,6 +50,8 @@ def config(folder: Path, **changes: Any) -> Path:
     values = {
         "method": "scaffold + personal('head')",
         "mode": "federated",
+        "engine": "loop",
+        "workers": 0,
         "rounds": 12,
         "cohort": 0.5,
         "norm": "bn_track",
@@ -107,8 +110,10 @@ Run.play = slow
         {"mode": "centralised", "method": "fedavg", "optimizer": 'name = "sgd"\nlr = 0.05\nmomentum = 0.9'},
         {"mode": "hybrid", "method": "fedavg", "hybrid": "[hybrid]\ncloud_fraction = 0.2\nrule = 'proportional'"},
         {"method": "fedavg", "hybrid": "[participation]\ndropout = 0.4\nstragglers = 0.5"},
+        {"engine": "vectorised", "rounds": 30},
+        {"workers": 2, "rounds": 8},
     ],
-    ids=["scaffold", "ditto", "centralised", "hybrid", "dropout"],
+    ids=["scaffold", "ditto", "centralised", "hybrid", "dropout", "vectorised", "workers"],
 )
 def test_killed_at_random_moments(tmp_path: Path, changes: dict[str, Any]) -> None:
     path = config(tmp_path, **changes)
