@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from fedloom import expr, rng, simulation
 from fedloom.data import Federation
 from fedloom.engines import Engine, LoopEngine
-from fedloom.errors import UserError
+from fedloom.errors import Conflict, UserError
 from fedloom.plugins import clip, proximal
 from fedloom.record import Method, compose
 from fedloom.result import Result
@@ -117,7 +117,7 @@ def check_method(
         ("leaves the global generators alone", trial.generators),
         ("keeps only tensors", trial.memory),
         ("can be mapped over clients, with equal numbers", trial.mapped),
-        ("composes with proximal and clip", trial.composes),
+        ("composes with proximal and clip, or refuses them", trial.composes),
     ):
         _line(report, name, fn)
     return report
@@ -185,7 +185,8 @@ class _Trial:
     def uploads(self) -> None:
         assert self.watched is not None and self.done is not None and self.done.run is not None
         specs = self.done.run.bound.specs
-        declared = set(self.method.reducers()) if self.method.then is None else None
+        reducers = self.method.reducers()
+        declared = {*reducers, *(r.weight for r in reducers.values())} if self.method.then is None else None
         for reply in self.watched.replies:
             for entry, value in reply.message.items():
                 if declared is not None and entry not in declared:
@@ -237,7 +238,11 @@ class _Trial:
         plugins = [proximal(0.01)]
         if "delta" in self.method.reducers():
             plugins.append(clip(1.0))
-        self.fit(compose(self.method, *plugins), "loop")
+        try:
+            stacked = compose(self.method, *plugins)
+        except Conflict:
+            return  # refused before round one, with a reason: that is within the contract
+        self.fit(stacked, "loop")
 
 
 def _equal(a: Result | None, b: Result | None, tolerance: float, what: str) -> None:

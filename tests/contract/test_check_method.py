@@ -15,9 +15,13 @@ from fedloom.types import Batch, Leaves, Message, Seen
 from fedloom.view import View
 
 
+SHORT = {"fedaf": "fedaf(ipc=1, image_steps=2, server_epochs=1)"}
+"""Settings for methods whose own are long."""
+
+
 @pytest.mark.parametrize("name", fl.list_methods())
 def test_every_method_keeps_the_contract(name: str) -> None:
-    report = fl.check_method(name)
+    report = fl.check_method(SHORT.get(name, name))
     assert report, str(report)
 
 
@@ -38,12 +42,12 @@ def test_a_term_that_cannot_be_mapped_is_named_by_line() -> None:
     assert "view.logits[batch.y == 0]" in str(line.problem)
 
 
-def test_a_mean_over_padding_rows_is_found() -> None:
+def test_a_mean_over_padding_rows_is_run_without_padding() -> None:
     def penalty(view: View, batch: Batch, seen: Seen) -> Tensor:
         return view.logits.square().mean()
 
-    (line,) = fl.check_method(broken(Term(owner="mine", fn=penalty))).failed
-    assert "batch.mean" in str(line.problem)
+    report = fl.check_method(broken(Term(owner="mine", fn=penalty)))
+    assert report, str(report)
 
 
 def test_a_branch_on_a_tensor_is_named_by_line() -> None:

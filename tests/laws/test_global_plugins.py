@@ -79,7 +79,7 @@ def test_robust_conflicts_with_other_means() -> None:
             fl.method(f"{base} + robust")
     with pytest.raises(fl.Conflict, match="does not upload"):
         fl.method("local + robust")
-    with pytest.raises(fl.UserError, match="expected median"):
+    with pytest.raises(fl.UserError, match="expected 'median'"):
         fl.method("fedavg + robust('mode')")
 
 

@@ -11,7 +11,9 @@ from typing import Annotated, Any
 import typer
 
 from fedloom import data, documenting, models, registry
+from fedloom.errors import UserError
 from fedloom.registry import Entry
+from fedloom.taps.report import model_costs
 
 Row = dict[str, Any]
 
@@ -25,14 +27,20 @@ class What(StrEnum):
     datasets = "datasets"
     partitions = "partitions"
     options = "options"
+    taps = "taps"
 
 
 def names(
     what: Annotated[What, typer.Argument(help="What to list.")],
+    model: Annotated[str | None, typer.Argument(help="For taps: the network.", show_default=False)] = None,
     as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
 ) -> None:
     """List what there is: name, hyper-parameters, summary and paper, one line each."""
-    rows = _ROWS[what]()
+    if (what == What.taps) != (model is not None):
+        raise UserError(
+            "list: a network belongs to taps and to nothing else; write for example: fedloom list taps convnet4"
+        )
+    rows = _taps(model) if model is not None else _ROWS[what]()
     if as_json:
         typer.echo(json.dumps(rows, indent=2))
         return
@@ -83,6 +91,24 @@ def _functions(table: dict[str, Callable[..., Any]]) -> list[Row]:
     return [
         {"name": name, "form": form(fn, name), "summary": summary(fn), "paper": ""}
         for name, fn in sorted(table.items())
+    ]
+
+
+def _taps(model: str) -> list[Row]:
+    """What each place to tap a network adds to a step on a batch of eight rows."""
+    return [
+        {
+            "name": tap.name,
+            "form": f"{'*' if tap.chosen else ' '} {tap.name}",
+            "summary": f"{tap.kind}; {tap.channels} channels x {tap.positions}; {tap.parameters:,} parameters, "
+            f"{tap.seconds * 1e3:.2f} ms and {tap.memory / 1e6:.2f} MB a step",
+            "paper": "",
+            "chosen": tap.chosen,
+            "parameters": tap.parameters,
+            "seconds": tap.seconds,
+            "memory": tap.memory,
+        }
+        for tap in model_costs(model)
     ]
 
 
