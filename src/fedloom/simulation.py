@@ -78,7 +78,7 @@ def fit(
         batch_size: rows of a mini-batch, or ``"full"``.
         optimizer: of the clients, such as ``fl.sgd(lr=0.1)``, ``"adam(lr=1e-3)"`` or a table; default ``fl.sgd(lr=0.05)``.
         task: ``"classification"``, ``"binary"``, ``"regression"``, ``"segmentation"``, or an ``fl.Task``.
-        engine: ``"auto"``, ``"loop"`` or ``"vectorised"``, or an engine of one's own.
+        engine: ``"auto"``, ``"loop"``, ``"vectorised"``, ``"flower"``, or an engine of one's own.
         device: ``"auto"``, ``"cpu"`` or ``"cuda"``.
         precision: ``"fp32"``, ``"tf32"``, ``"bf16"`` or ``"fp64"``.
         seed: of everything random.

@@ -43,6 +43,13 @@ def test_list(cli: Cli, what: str) -> None:
         assert next(r for r in rows if r["name"] == "local")["uploads"] == "sends nothing"
 
 
+def test_list_taps(cli: Cli) -> None:
+    rows = json.loads(cli("list", "taps", "convnet3", "--json").out)
+    assert [r["name"] for r in rows if r["chosen"]] == ["body.block1.act", "body.block2.act", "body.block3.act"]
+    assert "belongs to taps" in cli("list", "taps").mistake()
+    assert "belongs to taps" in cli("list", "models", "mlp").mistake()
+
+
 @pytest.fixture
 def run(cli: Cli, config: Path, tmp_path: Path) -> Path:
     outcome = cli("run", config, "--set", "method=fedper", "--out", tmp_path / "run", "--json")

@@ -16,6 +16,7 @@ from fedloom.bound import bind
 from fedloom.data import Preprocessing
 from fedloom.data.augment import augmentation
 from fedloom.errors import UserError
+from fedloom.modes import POOL
 from fedloom.result import ClientResult, Clients, Result, Routed
 from fedloom.store.checkpoint import Checkpoints
 from fedloom.store.disk import file_name
@@ -181,6 +182,6 @@ class SavedModels:
             size=1,
             state=snapshot.server,
             clients=snapshot.clients,
-            judges={n: (s, n) for n, s in sites.items()},
+            judges={n: (s, POOL if self.table["mode"] == "centralised" else n) for n, s in sites.items()},
         )
         return Routed(state.desk(client))
