@@ -14,7 +14,6 @@ from fedloom.slots import Stage, Term
 from fedloom.types import Batch, Leaves, Message, Seen
 from fedloom.view import View
 
-
 SHORT = {"fedaf": "fedaf(ipc=1, image_steps=2, server_epochs=1)"}
 """Settings for methods whose own are long."""
 

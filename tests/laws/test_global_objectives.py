@@ -202,7 +202,7 @@ def test_histograms_and_statistics_are_counted_once() -> None:
 
 def test_fedir_refuses_bad_bounds() -> None:
     for clip in ("(2, 1)", "(-1, 1)", "(1,)"):
-        with pytest.raises(fl.UserError, match="smallest|expected 2 values"):
+        with pytest.raises(fl.UserError, match=r"smallest|expected 2 values"):
             fl.method(f"fedir(clip={clip})")
 
 
