@@ -32,7 +32,7 @@ DEMO = (
 )
 """The methods shown, in this order: training alone, one shared model, parts or copies of one's own, the four papers."""
 
-CLIENTS, ROUNDS, EPOCHS, BATCH, LR = 20, 25, 5, 16, 0.1
+CLIENTS, ROUNDS, EPOCHS, BATCH, LR = 20, 20, 5, 16, 0.1
 
 
 def demo(
@@ -104,7 +104,7 @@ def _table(rows: list[dict[str, Any]]) -> Table:
         "clients\nhelped",
         "shared\nmodel",
         "MB\nsent",
-        "seconds",
+        "time",
     )
     for i, head in enumerate(heads):
         table.add_column(head, justify="right" if i else "left", no_wrap=True)
