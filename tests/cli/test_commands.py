@@ -208,6 +208,13 @@ def test_demo_ends_with_a_table(cli: Cli, tmp_path: Path, monkeypatch: pytest.Mo
     assert "not empty" in cli("demo", "--out", tmp_path / "demo").mistake()
 
 
+def test_demo_finds_a_free_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert showing._free() == Path("runs/demo")
+    (tmp_path / "runs" / "demo").mkdir(parents=True)
+    assert showing._free() == Path("runs/demo-2")
+
+
 @pytest.mark.slow
 def test_the_whole_demo(cli: Cli, tmp_path: Path) -> None:
     """Every federated method of the demo helps over training alone; in at most 90 seconds of one processor."""

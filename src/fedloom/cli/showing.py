@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from pathlib import Path
@@ -36,13 +37,20 @@ CLIENTS, ROUNDS, EPOCHS, BATCH, LR = 20, 20, 5, 16, 0.1
 
 
 def demo(
-    out: Annotated[Path, typer.Option(help="Folder for the runs; one folder per method below it.")] = Path("runs/demo"),
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder for the runs, one per method below it; runs/demo, or the next that is free.",
+            show_default=False,
+        ),
+    ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress, only the table.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="The table as JSON, no progress.")] = False,
 ) -> None:
     """Train local models, FedAvg and personalised methods on handwritten digits, side by side (about a minute)."""
     torch.set_num_threads(1)  # the network is so small that a second thread only waits
     console = Console(stderr=True, quiet=quiet or as_json)
+    out = _free() if out is None else out
     if out.is_dir() and any(out.iterdir()):
         raise UserError(f"{out} is not empty; choose another folder with --out, or remove it")
     federation = data.load("digits").partition(data.dirichlet(0.3), clients=CLIENTS, seed=0)
@@ -76,6 +84,12 @@ def demo(
         return
     Console().print(_table(rows))
     typer.echo(f"runs: {out.resolve()}")
+
+
+def _free() -> Path:
+    """``runs/demo``, ``runs/demo-2``, ...: the first that is not there."""
+    names = itertools.chain(["demo"], (f"demo-{i}" for i in itertools.count(2)))
+    return next(place for name in names if not (place := Path("runs") / name).exists())
 
 
 def _row(name: str, result: Result, spent: float, over: Gain) -> dict[str, Any]:
