@@ -197,8 +197,7 @@ class GraphedStepper(MappedStepper):
         assert arena is not None
         leaves, params, _ = self.all
         own = [n for n in arena.own if n in leaves]
-        with torch.no_grad():
-            _copy([leaves[n] for n in own], [arena.leaves[n] for n in own])
+        _copy([leaves[n] for n in own], [arena.leaves[n] for n in own])
         slots = [t for s in self.all_states for v in s.slots.values() for t in v]
         _copy(slots, [t for s in arena.slots for v in s.values() for t in v])
         for state in self.all_states:
