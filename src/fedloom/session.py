@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from fedloom import evaluation, newcomers, rng, run
+from fedloom import diagnostics, evaluation, newcomers, rng, run
 from fedloom.errors import RunError
 from fedloom.modes import Hybrid
 from fedloom.options import Evaluate
@@ -56,6 +56,7 @@ class Session:
     fresh: dict[str, Metrics] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     _whole: bool = False
+    _own: dict[str, Metrics] = field(default_factory=dict)
     _good: Snapshot | None = None
 
     def restore(self, snapshot: Snapshot, history: list[Record]) -> None:
@@ -90,7 +91,8 @@ class Session:
                     record |= self._evaluate(last=True)
                 self._good = self.snapshot()
                 if self.folder is not None:
-                    self.folder.append(record)
+                    self.folder.append(record, {n: m.get(p) for n, m in self._own.items()})
+                    self._own = {}
                     self.folder.checkpoint(self._good, last=last)
                 value = record.get(p)
                 shown = "" if value is None else f"  {p} {value:.4f}"
@@ -132,7 +134,7 @@ class Session:
         state, task = self.state, self.state.bound.task
         whom = self._whom(sampled, last)
         own, shared = state.evaluate(whom)
-        state.last = own
+        state.last = self._own = own
         self._whole = last
         found: Record = dict(evaluation.summary(task, own))
         p = task.primary
@@ -147,12 +149,21 @@ class Session:
         checked = state.validate(whom)
         if checked:
             found |= {f"val_{k}": v for k, v in evaluation.summary(task, checked).items() if k in ("loss", p)}
+        if self.folder is not None and (parts := self._terms()):
+            found["terms"] = parts
         if last and self.new:
             self.fresh = newcomers.judge(state, self.new, self.options.adapt_epochs)
             found |= {f"new_{k}": v for k, v in evaluation.summary(task, self.fresh).items()}
         if last:
             self._warn(found)
         return found
+
+    def _terms(self) -> Record:
+        """The parts of the loss. A method whose terms cannot be measured by themselves still has its run."""
+        try:
+            return dict(diagnostics.term_values(self.state))
+        except Exception:  # whatever a stranger's term raises outside of training, the run is none the worse for it
+            return {}
 
     def _whom(self, sampled: Sequence[str], last: bool) -> list[str]:
         names, whom = list(self.state.judges), self.options.clients

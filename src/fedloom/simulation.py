@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from fedloom import building, config, expr, newcomers, sampling, server, tasks
+from fedloom import building, config, diagnostics, expr, newcomers, sampling, server, tasks
 from fedloom.data import ClientData, Federation, concatenate
 from fedloom.data.augment import Augmentation, augment_table, augmentation
 from fedloom.engines import Engine, LoopEngine, choice
@@ -196,7 +196,7 @@ def _saved_plan(out: str | Path | None, resume: bool) -> Table | None:
 
 def _finish(session: Session, data: Federation, full: Table, rounds: int, where: torch.device) -> Result:
     """Plays the run to its end and writes what it leaves behind."""
-    _open(session, full, where)
+    _open(session, data, full, where)
     session.go(rounds)
     clients, folder = _clients(session), session.folder
     if folder is not None:
@@ -327,17 +327,19 @@ def buffer_policy(state: Run) -> str:
     return "; ".join(said.get(k, "frozen") for k in sorted(kinds))
 
 
-def _open(session: Session, full: Table, where: torch.device) -> None:
+def _open(session: Session, data: Federation, full: Table, where: torch.device) -> None:
     """Begins a run, or goes back to its last checkpoint."""
     folder = session.folder
     if folder is not None and folder.begun:
         folder.check_same(full)
+        folder.describe(lambda: diagnostics.sketch(data))
         found = folder.restore(where)
         if found is not None:
             session.restore(*found)
             return
     elif folder is not None:
         folder.begin(full)
+        folder.describe(lambda: diagnostics.sketch(data))
     session.state.setup()
 
 

@@ -68,6 +68,8 @@ def test_run_shows_a_table(cli: Cli, config: Path, tmp_path: Path) -> None:
     assert {p.name for p in (tmp_path / "run").iterdir()} == {
         "run.toml",
         "metrics.jsonl",
+        "curves.jsonl",
+        "data.json",
         "clients.csv",
         "models",
         "checkpoint",

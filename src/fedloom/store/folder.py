@@ -9,7 +9,7 @@ import math
 import os
 import time
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,13 @@ import torch
 
 from fedloom.errors import UserError
 from fedloom.store import disk
+from fedloom.store.clients import ClientStore
 from fedloom.store.checkpoint import Checkpoints, Snapshot
 from fedloom.store.packing import read
 
 Table = dict[str, Any]
 RUN, METRICS, CLIENTS, MODELS = "run.toml", "metrics.jsonl", "clients.csv", "models"
+CURVES, DATA = "curves.jsonl", "data.json"
 
 _SHARE = 0.1  # of a run's time that checkpoints may take
 
@@ -79,6 +81,11 @@ class RunFolder:
 
         disk.write(self.path / RUN, tomli_w.dumps(config).encode())
 
+    def describe(self, sketch: Callable[[], Mapping[str, Any]]) -> None:
+        """Writes who has what in outline, unless that is there already."""
+        if not (self.path / DATA).exists():
+            disk.write(self.path / DATA, json.dumps(finite(sketch()), allow_nan=False).encode())
+
     def check_same(self, config: Table) -> None:
         """Refuses to go on with another configuration, naming the keys that differ."""
         old, new = flat(self.config()), flat(config)
@@ -89,12 +96,19 @@ class RunFolder:
 
     # Rounds.
 
+    def clients(self, device: torch.device) -> ClientStore:
+        """Where a run that begins puts what its clients keep."""
+        store = self._checkpoints.store
+        store.device = device
+        return store
+
     def restore(self, device: torch.device) -> tuple[Snapshot, list[Table]] | None:
         """The state after the last checkpoint and the rounds before it; what came later is cut off."""
         found = self._checkpoints.load(device)
         metrics = self.path / METRICS
         if found is None:
             disk.remove(metrics)
+            disk.remove(self.path / CURVES)
             return None
         snapshot, length = found
         if not metrics.exists() or metrics.stat().st_size < length:
@@ -102,10 +116,17 @@ class RunFolder:
         with disk.writing(metrics):
             os.truncate(metrics, length)
         self._length = length
+        kept = [line for line in read_curves(self.path) if line["round"] <= snapshot.server.round]
+        disk.write(self.path / CURVES, "".join(json.dumps(line) + "\n" for line in kept).encode())
         return snapshot, read_metrics(self.path)
 
-    def append(self, record: Mapping[str, Any]) -> None:
-        """Adds a round to ``metrics.jsonl``."""
+    def append(self, record: Mapping[str, Any], clients: Mapping[str, float | None] | None = None) -> None:
+        """Adds a round to ``metrics.jsonl``, and what was measured at each client to ``curves.jsonl``."""
+        if clients:
+            values = {k: None if v is None else float(f"{v:.6g}") for k, v in clients.items()}
+            text = json.dumps(finite({"round": record["round"], "clients": values}), allow_nan=False) + "\n"
+            with disk.writing(self.path / CURVES), open(self.path / CURVES, "ab") as file:
+                file.write(text.encode())
         line = (json.dumps(finite(record), allow_nan=False) + "\n").encode()
         metrics = self.path / METRICS
         with disk.writing(metrics):
@@ -132,11 +153,11 @@ class RunFolder:
 
     # The end.
 
-    def finish(self, rows: list[Table], files: Mapping[str, bytes]) -> None:
+    def finish(self, rows: list[Table], files: Iterable[tuple[str, bytes]]) -> None:
         """Writes models and clients; the table of clients comes last and says that the run is complete."""
         temporary = disk.fresh(self.path / f".{MODELS}.tmp")
         try:
-            for name, data in files.items():
+            for name, data in files:
                 (temporary / name).parent.mkdir(exist_ok=True)
                 disk.write(temporary / name, data)
             disk.swap(temporary, self.path / MODELS)
@@ -192,6 +213,19 @@ def read_metrics(path: Path) -> list[Table]:
         return [json.loads(line) for line in read(path / METRICS).decode().splitlines() if line.strip()]
     except ValueError as error:
         raise UserError(f"{path / METRICS} is damaged: {error}") from None
+
+
+def read_curves(path: Path) -> list[Table]:
+    """``curves.jsonl`` of a folder: ``round`` and the primary metric by client; a line that was cut off is left out."""
+    if not (path / CURVES).exists():
+        return []
+    found = []
+    for line in read(path / CURVES).decode("utf-8", "replace").splitlines():
+        try:
+            found.append(json.loads(line))
+        except ValueError:
+            continue
+    return [line for line in found if isinstance(line, dict) and {"round", "clients"} <= set(line)]
 
 
 def read_clients(path: Path) -> list[Table]:

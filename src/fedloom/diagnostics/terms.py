@@ -1,0 +1,76 @@
+"""The parts of the training loss, one by one."""
+
+from __future__ import annotations
+
+import torch
+
+from fedloom import server
+from fedloom.bound import BoundPhase
+from fedloom.client import Desk
+from fedloom.data.rows import map_inputs
+from fedloom.engines.loop import Single
+from fedloom.run import Run
+from fedloom.slots import Phase, Receive, Sweep
+from fedloom.types import Batch
+from fedloom.view import View
+
+CLIENTS = 3
+"""Clients on whose rows terms are measured, evenly chosen."""
+
+
+def term_values(run: Run) -> dict[str, float]:
+    """The mean value of each term of the objective over a few clients, on one batch of each, before it trains.
+
+    A client stands where its next round would begin: it has received the model and made the sweeps that come first. The model
+    is in evaluation mode, and nothing that happens here is kept.
+
+    Args:
+        run: a run between two rounds.
+
+    Returns:
+        Values by owner, with the tapped module where the term reads one: ``{"task": ..., "isr.1 body.block1.act": ...}``. Empty
+        where the objective has a single term, which is the training loss itself. Terms that carry a state from step to step
+        are left out.
+    """
+    bound = run.at(run.state.round + 1)
+    steps = bound.method.schedule.round
+    at = next((i for i, step in enumerate(steps) if isinstance(step, Phase)), None)
+    if at is None:
+        return {}
+    first = steps[at]
+    assert isinstance(first, Phase)
+    phase = bound.phases[first.name]
+    if len(phase.terms) < 2:
+        return {}
+    ids = list(run.sites)
+    names = [ids[i] for i in sorted({round(i * (len(ids) - 1) / max(1, CLIENTS - 1)) for i in range(CLIENTS)})]
+    _, sent = server.dispatch(bound, run.state, run.cohort(names, run.state.round + 1))
+    program = tuple(s for s in steps[:at] if isinstance(s, (Receive, Sweep)))
+    totals: dict[str, list[float]] = {}
+    for name in names:
+        desk = Desk(bound, run.work, sent.post, [run.participant(name, sent)], Single())
+        desk.run(program)
+        for key, value in _values(desk, phase).items():
+            totals.setdefault(key, []).append(value)
+    return {key: sum(values) / len(values) for key, values in totals.items()}
+
+
+def _values(desk: Desk, bound_phase: BoundPhase) -> dict[str, float]:
+    """Of one client."""
+    bound, phase, rows = desk.bound, bound_phase.phase, desk.participants[0].site.train
+    size = desk.work.batch_size
+    some = slice(0, len(rows) if isinstance(size, str) else size)
+    x = map_inputs(lambda part: part[some], rows.x)
+    batch = Batch(x, rows.y[some])
+    seen = desk.see(desk.private)
+    leaves = desk.leaves if phase.view is None else {**desk.leaves, **phase.view(desk.leaves, seen)}
+    trained = tuple(bound.specs[n].local for n in bound_phase.trained)
+    view = View(bound, leaves, batch, seen, copy=phase.copy, taps=bound_phase.taps, trained=trained)
+    found: dict[str, float] = {}
+    with torch.no_grad():
+        for term in bound_phase.terms:
+            if term.carry is None:
+                taps = [t for t in bound_phase.taps.get(term.owner, ()) if t != "z"]
+                key = term.owner if len(taps) != 1 else f"{term.owner} {taps[0]}"
+                found[key] = found.get(key, 0.0) + float(term.fn(view, batch, seen))
+    return found
