@@ -1,0 +1,145 @@
+"""OmniISR on CamVid: three networks, centralised and federated, with and without ISR, and the gap between the two modes.
+
+    PYTHONPATH=src python -m papers.omniisr.camvid --device cuda --seeds 0 1 2 --stop-after 540
+    PYTHONPATH=src python -m papers.omniisr.camvid --device cuda --part ablation --stop-after 540
+    PYTHONPATH=src python -m papers.omniisr.camvid --table
+
+Frames of 240 x 180, the official split (367 training and 233 test frames, which separates neighbouring frames; the paper's random 600/101
+does not). Clients: the three recordings, or nine contiguous pieces of them. Three local epochs a round, Adam, batch 8, flips and scaling; a
+centralised run makes as many epochs in all and keeps its optimiser. All metrics are of the shared model on all official test frames. The
+paper states neither learning rate nor rounds, clients, resolution, alpha, lambda nor the taps: levels cannot be compared, signs can.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fedloom as fl
+from papers.lib import study, tables
+
+HERE = Path(__file__).parent
+NETWORKS = ("deeplabv3plus_resnet18", "topformer_t", "seaformer_t")
+SETTINGS = {"centralised": None, "recordings": 3, "nine pieces": 9}
+METRICS = {"mIoU": "global_miou", "mF1": "global_mf1", "mPre": "global_mprecision", "mRec": "global_mrecall"}
+PUBLISHED = {  # Table III, CamVid, mIoU: centralised and federated, without and with ISR
+    "deeplabv3plus_resnet18": (76.02, 76.13, 72.78, 73.24),
+    "topformer_t": (63.10, 66.38, 56.60, 58.85),
+    "seaformer_t": (50.69, 55.83, 47.08, 51.54),
+}
+ABLATION = {
+    "3 points, spacing 2, input": "isr",
+    "1 point": "isr(points=1, spacing=1)",
+    "2 points": "isr(points=2, spacing=1)",
+    "3 points": "isr(points=3, spacing=1)",
+    "4 points": "isr(points=4, spacing=1)",
+    "5 points": "isr(points=5, spacing=1)",
+    "2 points, spacing 2": "isr(points=2, spacing=2)",
+    "2 points, spacing 3": "isr(points=2, spacing=3)",
+    "2 points, middle": "isr(points=2, spacing=1, position='middle')",
+    "2 points, output": "isr(points=2, spacing=1, position='output')",
+    "MI only": "isr(lam=0)",
+    "NE only": "isr(alpha=0)",
+    "alpha 0.05": "isr(alpha=0.05)",
+    "alpha 0.4": "isr(alpha=0.4)",
+}
+
+
+def cases(options: argparse.Namespace) -> Iterator[study.Case]:
+    """Seed by seed; in each the networks in turn, plain and with ISR next to each other."""
+    common = {k: getattr(options, k) for k in ("rounds", "epochs", "lr", "batch", "precision")}
+    common |= {"rows": options.rows} if options.rows else {}
+    for seed in options.seeds:
+        if options.part == "table":
+            for setting in options.settings:
+                for network in options.networks:
+                    for isr in ("none", "isr"):
+                        yield {"network": network, "setting": setting, "isr": isr, "seed": seed, **common}
+        else:
+            (network,) = options.networks[:1]
+            for setting in [s for s in options.settings if s != "nine pieces"]:
+                for name in ("none", *study.chosen(ABLATION, options.only)):
+                    yield {"network": network, "setting": setting, "isr": name, "seed": seed, **common}
+
+
+def run(case: study.Case, scenes: fl.data.Dataset, options: argparse.Namespace) -> dict[str, Any]:
+    """One network in one setting."""
+    clients = SETTINGS[case["setting"]]
+    parted = (
+        scenes.partition(fl.chunks(), clients=clients, seed=case["seed"])
+        if clients == 9
+        else scenes.partition(fl.natural(), seed=case["seed"])
+    )
+    plug_in = {"none": "", "isr": " + isr"}.get(case["isr"]) if case["isr"] in ("none", "isr") else None
+    method = "fedavg" + (f" + {ABLATION[case['isr']]}" if plug_in is None else plug_in)
+    result = fl.fit(
+        method,
+        case["network"],
+        parted,
+        mode="centralised" if clients is None else "federated",
+        task="segmentation",
+        rounds=case["rounds"],
+        epochs=case["epochs"],
+        batch_size=case["batch"],
+        optimizer=fl.adam(case["lr"], weight_decay=1e-4, decay=options.decay),
+        augment={"flip": 0.5, "scale": (0.75, 1.5)},
+        seed=case["seed"],
+        device=options.device,
+        precision=case["precision"],
+        evaluate={"every": options.every},
+        progress=False,
+    )
+    return study.measured(result, "miou")
+
+
+def report(log: Path) -> str:
+    """The table of levels and gains, and the gap between centralised and federated training."""
+    groups = tables.by(study.read(log), "network", "setting", "isr")
+    rows, gaps = [], []
+    for (network, setting, isr), lines in groups.items():
+        base = groups.get((network, setting, "none"), [])
+        row = [str(network), str(setting), str(isr)]
+        row += [tables.spread(tables.values(lines, m).values()) for m in METRICS.values()]
+        gain = "–" if isr == "none" else tables.signed(tables.difference(lines, base, "global_miou"))
+        kept = isr if isr in ("none", "isr") else None
+        paper = PUBLISHED[str(network)] if kept else None
+        at = (0 if setting == "centralised" else 2) + (kept == "isr")
+        rows.append([*row, gain, f"{paper[at]:.2f}" if paper and setting != "nine pieces" else "–"])
+    for network in dict.fromkeys(k[0] for k in groups):
+        for setting in ("recordings", "nine pieces"):
+            pair = []
+            for isr in ("none", "isr"):
+                centre, sites = (groups.get((network, s, isr), []) for s in ("centralised", setting))
+                pair.append(tables.difference(centre, sites, "global_miou"))
+            if all(pair):
+                change = [b - a for a, b in zip(*pair, strict=False)]
+                gaps.append([str(network), setting, *(tables.signed(p) for p in pair), tables.signed(change)])
+    head = ["network", "setting", "ISR", *METRICS, "gain of ISR, mIoU", "published mIoU"]
+    text = tables.markdown(head, rows)
+    if gaps:
+        text += "\n\n" + tables.markdown(["network", "clients", "gap without ISR", "gap with ISR", "change"], gaps)
+    return text
+
+
+def main() -> None:
+    """Runs what is missing, then shows the table."""
+    parser = study.arguments(__doc__, HERE / "results", rounds=20, every=5)
+    parser.add_argument("--part", choices=("table", "ablation"), default="table")
+    parser.add_argument("--networks", nargs="+", default=list(NETWORKS))
+    parser.add_argument("--settings", nargs="+", default=list(SETTINGS), choices=list(SETTINGS))
+    parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--decay", type=float, default=0.95, help="of the learning rate, per round")
+    options = parser.parse_args()
+    log = options.out / ("camvid.jsonl" if options.part == "table" else "camvid_ablation.jsonl")
+    if not options.table:
+        scenes = study.shrunk(fl.data.load("camvid", data_dir=options.data_dir), options.rows)
+        study.play(cases(options), lambda case: run(case, scenes, options), log, options.stop_after)
+    print(report(log))
+
+
+if __name__ == "__main__":
+    main()
