@@ -2,6 +2,7 @@
 
 from fedloom import data, models
 from fedloom.checks import check_method
+from fedloom.comparison import Comparison, compare, load_comparison
 from fedloom.data import Federation, affine, chunks, classes_per_client, dirichlet, iid, natural, quantity, shards
 from fedloom.errors import Conflict, FedloomError, NotVectorisable, RunError, UnknownName, UserError
 from fedloom.expr import method
@@ -81,6 +82,7 @@ from fedloom.tasks import Task, segmentation
 __version__ = "0.1.0"
 
 __all__ = [
+    "Comparison",
     "Conflict",
     "Federation",
     "FedloomError",
@@ -102,6 +104,7 @@ __all__ = [
     "chunks",
     "classes_per_client",
     "clip",
+    "compare",
     "compose",
     "compress",
     "control_variates",
@@ -153,6 +156,7 @@ __all__ = [
     "lg_fedavg",
     "list_methods",
     "list_plugins",
+    "load_comparison",
     "load_run",
     "local",
     "local_full",

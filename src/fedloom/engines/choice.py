@@ -103,7 +103,7 @@ def choose(
 def planned_steps(run: Run) -> int:
     """Steps of the longest client in the whole run, whatever its phases."""
     work, rounds = run.work, run.work.rounds or 1
-    rows = max(len(s.train) for s in run.sites.values())
+    rows = max(run.roster.rows)
     batch = rows if work.batch_size == "full" else int(work.batch_size)
     total = 0
     for phase in run.bound.method.phases("round"):
@@ -147,7 +147,7 @@ def resolve(
     device = next(iter(run.state.leaves.values())).device.type
     if workers and device != "cpu":
         raise UserError(f"workers={workers}: worker processes compute on the CPU; use device='cpu' or workers=0")
-    rows = max(len(s.train) for s in run.sites.values())
+    rows = max(run.roster.rows)
     batch = rows if run.work.batch_size == "full" else min(rows, int(run.work.batch_size))
     if engine == "auto" and not workers:
         plan = choose(
@@ -156,7 +156,7 @@ def resolve(
             run.size,
             batch,
             planned_steps(run),
-            os.cpu_count() or 1,
+            processors(),
             movable=not run.work.keep_optimizer,
         )
     elif engine == "vectorised":
@@ -188,6 +188,12 @@ def _vectorised(run: Run, plan: Plan, rows: int, device: str, *, asked: bool) ->
     step = "auto" if wave < run.size or verdict.unpadded else plan.step
     plan = Plan(engine="vectorised", step=step, wave=wave, unpadded=verdict.unpadded, why=why)
     return VectorisedEngine(step=step, unpadded=verdict.unpadded), plan
+
+
+def processors() -> int:
+    """Processors that a run may count on: the environment variable FEDLOOM_CPUS where it is set, else the machine's."""
+    told = os.environ.get("FEDLOOM_CPUS", "")
+    return max(1, int(told)) if told.isdigit() else os.cpu_count() or 1
 
 
 def names() -> Sequence[str]:

@@ -96,7 +96,7 @@ class WorkersEngine:
     def _start(self, parcel: shipping.Parcel) -> None:
         context = mp.get_context("spawn")
         processes: list[BaseProcess] = []
-        with _hidden_main(parcel.needs_main):
+        with hidden_main(parcel.needs_main):
             for _ in range(self.count):
                 mine, theirs = context.Pipe()
                 process = context.Process(target=serve, args=(theirs,), daemon=True)
@@ -156,7 +156,7 @@ def _hang_up(pipes: list[Connection]) -> None:
         pipe.close()
 
 
-class _hidden_main:
+class hidden_main:
     """Keeps spawned processes from running the user's script again, where nothing in it is needed."""
 
     def __init__(self, needed: bool) -> None:

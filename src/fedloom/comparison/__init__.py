@@ -1,0 +1,6 @@
+"""Comparisons: methods by seeds by swept options, each cell an ordinary run; what they say together, as tables."""
+
+from fedloom.comparison.comparing import compare
+from fedloom.comparison.record import Cell, Comparison, load_comparison
+
+__all__ = ["Cell", "Comparison", "compare", "load_comparison"]
