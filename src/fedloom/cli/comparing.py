@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
 
 from fedloom import config
 from fedloom.cli.running import arguments
 from fedloom.comparison import compare as compared
+from fedloom.store.folder import finite
 
 
 def compare(
@@ -59,4 +62,16 @@ def compare(
         progress=not (quiet or as_json),
         **given,
     )
+    found = made.tables
+    if as_json:
+        rows = {name: found[name].rows for name in found if name != "clients"}
+        typer.echo(json.dumps(finite({"out": str(made.path), "metric": made.metric, **rows}), indent=2))
+    elif not quiet:
+        console = Console()
+        if not console.is_terminal:
+            console.width = 120
+        overall = ["overall"] if made.sweep and len(made.methods) > 1 else []
+        for name in ["summary", "costs", *overall, *(["gap"] if "gap" in found else [])]:
+            console.print(found[name].rich())
+        typer.echo(f"comparison: {made.path}")
     return 1 if made.failed else 0

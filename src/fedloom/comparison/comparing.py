@@ -81,6 +81,7 @@ def compare(
     for cell, _ in todo:
         cell.failure = ""
     _play(comparison, [c for c, _ in todo], work, base, count, progress)
+    comparison.write()
     return comparison
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from fedloom import config, expr
 from fedloom.errors import UnknownName, UserError
+from fedloom.optim import Optimizer
 from fedloom.record import Method
 from fedloom.simulation import fit
 
@@ -166,6 +167,9 @@ def shown(value: Any) -> str:
     """
     if isinstance(value, (bool, int, float, str)):
         return str(value)
+    if isinstance(value, Optimizer):
+        table = config.optimizer_table(value)
+        return f"{table.pop('name')}({', '.join(f'{k}={v}' for k, v in table.items())})"
     return str(config.plain(value)) if isinstance(value, (list, tuple, Mapping)) else described(value)
 
 
@@ -175,6 +179,11 @@ def described(value: Any) -> str:
         given = [*map(repr, value.args), *(f"{k}={v!r}" for k, v in value.keywords.items())]
         return f"{described(value.func)}({', '.join(given)})"
     return str(getattr(value, "__qualname__", None) or getattr(value, "name", None) or type(value).__name__)
+
+
+def plain(value: Any) -> Any:
+    """A value as JSON can hold it; what was given in Python is named."""
+    return config.plain(value) if isinstance(value, (bool, int, float, str, list, tuple, Mapping)) else shown(value)
 
 
 def setting(options: Mapping[str, Any]) -> str:

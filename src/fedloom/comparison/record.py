@@ -9,11 +9,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
+from rich.console import Console
 from torch import nn
 
 from fedloom import tasks
 from fedloom.comparison.arguments import model_for
-from fedloom.comparison.grid import setting
+from fedloom.comparison.grid import plain, setting
+from fedloom.comparison.sheets import Sheet
 from fedloom.errors import UserError
 from fedloom.result import Result
 from fedloom.store import disk, load_run
@@ -92,7 +94,7 @@ class Cell:
 class Comparison:
     """Methods by seeds by swept options; made by ``fl.compare``, opened again by ``fl.load_comparison(folder)``.
 
-    Its folder holds ``comparison.json``, the tables, and ``runs/``, in which every cell is an ordinary run folder.
+    Its folder holds ``comparison.json``, ``tables/``, and ``runs/``, in which every cell is an ordinary run folder.
 
     Args:
         path: the folder.
@@ -111,6 +113,8 @@ class Comparison:
         [('fedavg', 0, 'done'), ('fedavg', 1, 'done'), ('fedper', 0, 'done'), ('fedper', 1, 'done')]
         >>> made.of("fedper")[0].result.task.primary
         'accuracy'
+        >>> [(row["method"], row["value_n"]) for row in made.tables["summary"].rows]
+        [('fedavg', 2), ('fedper', 2)]
     """
 
     path: Path
@@ -163,10 +167,32 @@ class Comparison:
                 return cell.config.get("resolved", {}).get(key, otherwise)
         return otherwise
 
+    @property
+    def tables(self) -> dict[str, Sheet]:
+        """What the cells say together, as of now: ``summary``, ``costs``, ``overall``, ``gap`` (where the mode is swept), ``cells``, ``clients``.
+
+        Each has ``rows`` of plain values and the forms ``csv()``, ``markdown()``, ``latex()`` and ``rich()``.
+        """
+        from fedloom.comparison.tables import tables  # the tables know what a comparison is
+
+        return tables(self)
+
+    def write(self) -> list[Path]:
+        """Writes the tables into the folder ``tables``; returns the files."""
+        from fedloom.comparison.tables import write
+
+        return write(self, self.tables)
+
+    def __str__(self) -> str:
+        console, made = Console(width=120), self.tables
+        with console.capture() as captured:
+            console.print(made["summary"].rich(), made["costs"].rich())
+        return captured.get().rstrip()
+
     def save(self) -> None:
         """Writes ``comparison.json``."""
         cells = [
-            {"method": c.method, "seed": c.seed, "options": c.options, "folder": f"{RUNS}/{c.path.name}"}
+            {"method": c.method, "seed": c.seed, "options": _plain(c.options), "folder": f"{RUNS}/{c.path.name}"}
             | ({"failure": c.failure} if c.failure else {})
             for c in self.cells
         ]
@@ -174,16 +200,20 @@ class Comparison:
             "version": VERSION,
             "methods": self.methods,
             "seeds": list(self.seeds),
-            "sweep": self.sweep,
+            "sweep": {k: [plain(v) for v in values] for k, values in self.sweep.items()},
             "baseline": self.baseline,
             "target": self.target,
             "options": self.options,
             "cells": cells,
         }
-        text = json.dumps(facts, indent=1, default=str)
+        text = json.dumps(facts, indent=1)
         with disk.writing(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
         disk.write(self.path / FILE, text.encode())
+
+
+def _plain(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: plain(v) for k, v in options.items()}
 
 
 def load_comparison(path: str | Path, model: Given = None) -> Comparison:
