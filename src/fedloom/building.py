@@ -25,6 +25,7 @@ from fedloom.tasks import Task
 from fedloom.types import Inputs
 from fedloom.work import Site
 
+_TOGETHER = 1000
 PRECISIONS = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.float32, "fp64": torch.float64}
 
 
@@ -89,15 +90,27 @@ def make_network(
         raise UserError(f"model: {type(net.module).__name__} has no parameter that can be trained")
     if precision == "bf16":
         net.autocast = torch.bfloat16
-    if device.type == "cuda":
-        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = precision == "tf32"
     if task.check is not None:
-        for client in data:
-            for part, rows in client.parts().items():
-                task.check(net.structure.outputs, rows.y, f"client {client.id!r}, {part}")
+        _check_labels(data, task, net.structure.outputs)
     else:
         _check_loss(net, task, sample, device)
     return net
+
+
+def _check_labels(data: Federation, task: Task, outputs: int) -> None:
+    """Everyone's labels fit the model's output; those of many clients are looked at together, and apart only if something is wrong."""
+    assert task.check is not None
+    for start in range(0, len(data), _TOGETHER):
+        clients = data.clients[start : start + _TOGETHER]
+        try:
+            if len(data) > _TOGETHER:
+                task.check(outputs, torch.cat([rows.y for c in clients for rows in c.parts().values()]), "labels")
+                continue
+        except UserError:
+            pass
+        for client in clients:
+            for part, rows in client.parts().items():
+                task.check(outputs, rows.y, f"client {client.id!r}, {part}")
 
 
 def _check_loss(net: network.Network, task: Task, sample: Rows, device: torch.device) -> None:
@@ -130,7 +143,7 @@ def make_site(client: ClientData, task: Task, classes: int, device: torch.device
         test=None if client.test is None else _rows(client.test, device),
         val=None if client.val is None else _rows(client.val, device),
         labels=labels.numpy() if labels.dim() == 1 else _presence(labels, classes if task.classes else 1),
-        counts=counts.to(device),
+        counts=counts if device.type == "cpu" else counts.to(device),
     )
 
 
@@ -150,7 +163,7 @@ def bind_all(method: Method, net: network.Network, task: Task, seed: int) -> dic
 
 
 def _rows(rows: Rows, device: torch.device) -> Rows:
-    return Rows(_move(rows.x, device), rows.y.to(device))
+    return rows if device.type == "cpu" else Rows(_move(rows.x, device), rows.y.to(device))
 
 
 def _move(x: Inputs, device: torch.device) -> Inputs:
@@ -211,6 +224,20 @@ def with_cloud(data: Federation, mixing: Mixing, seed: int) -> Federation:
             f"hybrid.cloud_fraction={mixing.cloud_fraction} takes no row from any client; give a larger one"
         )
     return replace(data, clients=tuple(clients), cloud=concatenate(taken))
+
+
+@contextlib.contextmanager
+def products(device: torch.device, precision: str) -> Iterator[None]:
+    """TF32 in all products while it lasts, where a run asks for it; otherwise torch's settings as the user has them."""
+    if device.type != "cuda" or precision != "tf32":
+        yield
+        return
+    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
 
 
 @contextlib.contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from fedloom.engines.loop import Single
 from fedloom.errors import RunError
 from fedloom.options import Participation
 from fedloom.server import Dispatch, Outcome, ServerState
+from fedloom.sites import Sites
 from fedloom.slots import Judge, Program, Receive, Send, Step
 from fedloom.tasks.base import Metrics
 from fedloom.types import Cohort, Memory
@@ -27,6 +28,8 @@ from fedloom.work import ClientState, Participant, Post, Reply, Site, Work
 Record = dict[str, Any]
 
 SERVER = "server"
+JUDGED = 1024
+"""Clients that are tested at a time: what they keep is in memory together."""
 
 
 @dataclass(slots=True)
@@ -47,6 +50,7 @@ class Run:
         trace: who is available in each round, where participation says so.
         moments: when the clients of a round are tested besides its end: ``before`` and ``after`` their training.
         told: what clients sent in the setup program, until the first round has counted its bytes.
+        watch: called in a round with the bound method, the server before it and the sorted replies, before they are reduced.
     """
 
     bound: Bound
@@ -55,7 +59,7 @@ class Run:
     sites: Mapping[str, Site]
     size: int
     state: ServerState
-    clients: dict[str, ClientState] = field(default_factory=dict)
+    clients: MutableMapping[str, ClientState] = field(default_factory=dict)
     later: Mapping[int, Bound] = field(default_factory=dict)
     judges: Mapping[str, tuple[Site, str]] = field(default_factory=dict)
     last: dict[str, Metrics] = field(default_factory=dict)
@@ -63,6 +67,20 @@ class Run:
     trace: sampling.Trace = ()
     moments: tuple[str, ...] = ()
     told: list[Reply] = field(default_factory=list)
+    watch: Callable[[Bound, ServerState, Outcome], None] | None = None
+    _roster: tuple[Mapping[str, Site], sampling.Roster] | None = None
+
+    @property
+    def roster(self) -> sampling.Roster:
+        """Who there is and how many training rows each has."""
+        if self._roster is None or self._roster[0] is not self.sites:
+            rows = (
+                self.sites.rows()
+                if isinstance(self.sites, Sites)
+                else {name: len(site.train) for name, site in self.sites.items()}
+            )
+            self._roster = (self.sites, sampling.Roster.of(rows))
+        return self._roster[1]
 
     def at(self, round: int) -> Bound:
         """The bound method in force in a round."""
@@ -73,14 +91,14 @@ class Run:
         """What server stages know of a cohort."""
         return Cohort(
             ids=tuple(ids),
-            rows=tuple(len(self.sites[i].train) for i in ids),
+            rows=self.roster.rows if ids is self.roster.ids else tuple(len(self.sites[i].train) for i in ids),
             population=len(self.sites),
             round=round,
             leaves=self.state.leaves,
             lr=self.work.optimizer.lr_at(round, self.work.rounds),
             structure=self.at(round).structure,
             seed=self.work.seed,
-            order=tuple(self.sites),
+            order=self.roster.ids,
             rounds=self.work.rounds,
         )
 
@@ -93,6 +111,11 @@ class Run:
     def state_of(self, name: str) -> ClientState:
         """What a client keeps; nothing before its first round."""
         return self.clients.get(name) or ClientState()
+
+    def rounds_of(self, name: str) -> int:
+        """How often a client has taken part."""
+        counted = getattr(self.clients, "rounds", None)  # a store knows it without reading what the client keeps
+        return self.state_of(name).rounds if counted is None else int(counted(name))
 
     # One round.
 
@@ -115,9 +138,10 @@ class Run:
 
     def drawn(self, round: int) -> sampling.Drawn:
         """Who takes part in a round."""
-        rows = {name: len(site.train) for name, site in self.sites.items()}
         everyone = self.at(round).method.schedule.participation == "all"
-        return sampling.draw(self.participation, self.trace, self.work.seed, round, rows, self.size, everyone=everyone)
+        return sampling.draw(
+            self.participation, self.trace, self.work.seed, round, self.roster, self.size, everyone=everyone
+        )
 
     def play(
         self,
@@ -149,6 +173,8 @@ class Run:
             raise RunError(
                 f"round {round}: no reply could be used ({reasons}); the last good state is that of round {round - 1}"
             )
+        if self.watch is not None:
+            self.watch(bound, self.state, outcome)
         accepted = self.cohort([r.id for r in outcome.accepted], round)
         self.state = server.aggregate(bound, self.state, outcome.accepted, accepted)
         for reply in outcome.accepted:
@@ -212,21 +238,30 @@ class Run:
     def judged(self, bound: Bound, program: Program, names: Sequence[str]) -> list[Reply]:
         """Runs a program that ends in a judgement; nothing that it changes is kept."""
         post, addressed = self._evaluation_post(bound)
-        people = [self._judge(n, addressed) for n in names]
-        return self.engine.run_cohort(bound, self.work, program, post, people)
+        replies: list[Reply] = []
+        for start in range(0, len(names), JUDGED):
+            people = [self._judge(n, addressed) for n in names[start : start + JUDGED]]
+            some = self.engine.run_cohort(bound, self.work, program, post, people)
+            replies += [replace(r, state=ClientState()) for r in some]
+        return replies
 
     def desk(self, name: str) -> Desk:
         """A client's desk after its adapt program: its own model, ready for use."""
+        return next(self.desks([name]))
+
+    def desks(self, names: Iterable[str]) -> Iterator[Desk]:
+        """The desks of several clients, one after another."""
         bound = self.at(self.state.round)
         post, addressed = self._evaluation_post(bound)
-        desk = Desk(bound, self.work, post, [self._judge(name, addressed)], Single())
-        with torch.inference_mode(False), torch.enable_grad():  # a caller may have switched gradients off
-            desk.run(bound.method.schedule.adapt)
-        return desk
+        for name in names:
+            desk = Desk(bound, self.work, post, [self._judge(name, addressed)], Single())
+            with torch.inference_mode(False), torch.enable_grad():  # a caller may have switched gradients off
+                desk.run(bound.method.schedule.adapt)
+            yield desk
 
     def _evaluation_post(self, bound: Bound) -> tuple[Post, Mapping[str, Memory]]:
         """The post of the model that is tested; prepare stages run only where the method's own model depends on them."""
-        cohort = self.cohort(list(self.sites), self.state.round)
+        cohort = self.cohort(self.roster.ids, self.state.round)
         method, state = bound.method, self.state
         if method.partition.receive is None and len(method.schedule.adapt) == 1 and method.evaluate.predict is None:
             return server.post(bound, state, cohort, {}, tested=True), {}
@@ -309,7 +344,7 @@ def traffic(bound: Bound, replies: Sequence[Reply], sent: Dispatch, asked: Seque
 def federated(run: Run, round: int) -> Record:
     """One round over the sites."""
     drawn = run.drawn(round)
-    newcomers = sum(run.state_of(i).rounds == 0 for i in drawn.ids) if round > 1 else 0
+    newcomers = sum(run.rounds_of(i) == 0 for i in drawn.ids) if round > 1 else 0
     outcome, sent = run.play(drawn.ids, round, drawn.shares, drawn.dropped)
     losses = [r.loss for r in outcome.accepted if r.loss is not None]
     record: Record = {

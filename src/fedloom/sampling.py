@@ -44,6 +44,27 @@ def sample(seed: int, round: int, ids: tuple[str, ...], size: int) -> tuple[str,
 
 
 @dataclass(frozen=True, slots=True)
+class Roster:
+    """Who there is and how many training rows each has; made once, so that a round does not walk through the population.
+
+    Args:
+        ids: every client, in federation order.
+        rows: their training rows.
+    """
+
+    ids: tuple[str, ...]
+    rows: tuple[int, ...]
+
+    @staticmethod
+    def of(rows: Mapping[str, int]) -> Roster:
+        """From rows by client."""
+        return Roster(tuple(rows), tuple(rows.values()))
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+@dataclass(frozen=True, slots=True)
 class Drawn:
     """The clients of a round.
 
@@ -59,33 +80,32 @@ class Drawn:
 
 
 def draw(
-    options: Participation, trace: Trace, seed: int, round: int, rows: Mapping[str, int], size: int, *, everyone: bool
+    options: Participation, trace: Trace, seed: int, round: int, roster: Roster, size: int, *, everyone: bool
 ) -> Drawn:
     """Who takes part in a round, by the rules of a run.
 
     Args:
         options: the rules.
-        trace: who is available in each round, for the rule ``trace``.
+        trace: who is available in each round, in federation order, for the rule ``trace``.
         seed: the run's.
         round: the round, from 1.
-        rows: every client's training rows, in federation order.
+        roster: who there is.
         size: clients in a round.
         everyone: the method asks for every client.
     """
-    ids = tuple(rows)
+    ids = roster.ids
     if everyone:
         chosen = ids
     elif options.rule == "uniform":
         chosen = sample(seed, round, ids, size)
     elif options.rule == "size":
-        chosen = _by_size(seed, round, rows, size)
+        chosen = _by_size(seed, round, roster, size)
     elif options.rule == "cyclic":
         first = (round - 1) * size
         places = sorted({(first + i) % len(ids) for i in range(min(size, len(ids)))})
         chosen = tuple(ids[i] for i in places)
     else:
-        there = set(trace[(round - 1) % len(trace)])
-        chosen = sample(seed, round, tuple(i for i in ids if i in there), size)
+        chosen = sample(seed, round, trace[(round - 1) % len(trace)], size)
     if not options.dropout and not options.stragglers:
         return Drawn(chosen)
     dropped, shares = [], {}
@@ -99,18 +119,18 @@ def draw(
     return Drawn(chosen, tuple(dropped), shares)
 
 
-def _by_size(seed: int, round: int, rows: Mapping[str, int], size: int) -> tuple[str, ...]:
+def _by_size(seed: int, round: int, roster: Roster, size: int) -> tuple[str, ...]:
     """In proportion to training rows, without replacement."""
-    ids = tuple(rows)
+    ids = roster.ids
     if size >= len(ids):
         return ids
-    weights = np.array([rows[i] for i in ids], np.float64)
+    weights = np.array(roster.rows, np.float64)
     chosen = rng.stream(seed, "sample", round).choice(len(ids), size=size, replace=False, p=weights / weights.sum())
     return tuple(ids[i] for i in sorted(chosen))
 
 
 def read_trace(path: str | Path, ids: Sequence[str]) -> Trace:
-    """Who is available in each round: a CSV file with the columns ``round`` (from 1) and ``client``."""
+    """Who is available in each round, in federation order: from a CSV file with the columns ``round`` (from 1) and ``client``."""
     try:
         with open(path, newline="", encoding="utf-8") as file:
             table = csv.DictReader(file)
@@ -121,7 +141,7 @@ def read_trace(path: str | Path, ids: Sequence[str]) -> Trace:
         raise UserError(f"participation.trace: cannot read {path}: {error.strerror}") from None
     except (UnicodeDecodeError, csv.Error) as error:
         raise UserError(f"participation.trace {path}: {error}") from None
-    known, found = set(ids), dict[int, list[str]]()
+    known, found = {name: i for i, name in enumerate(ids)}, dict[int, list[str]]()
     for number, (round, client) in enumerate(lines, start=2):
         if not str(round).isdecimal() or int(round) < 1 or int(round) > 10**7:
             raise UserError(f"participation.trace {path}, line {number}: round {round!r}; expected 1, 2, 3, ...")
@@ -136,4 +156,4 @@ def read_trace(path: str | Path, ids: Sequence[str]) -> Trace:
             )
     if not found:
         raise UserError(f"participation.trace {path} names no client")
-    return tuple(tuple(found[r]) for r in range(1, last + 1))
+    return tuple(tuple(sorted(set(found[r]), key=lambda name: known[name])) for r in range(1, last + 1))

@@ -10,11 +10,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from fedloom import diagnostics, evaluation, newcomers, rng, run
+from fedloom.diagnostics.probe import Probe
 from fedloom.errors import RunError
 from fedloom.modes import Hybrid
 from fedloom.options import Evaluate
 from fedloom.run import Record, Run
 from fedloom.store.checkpoint import Snapshot
+from fedloom.store.clients import ClientStore
 from fedloom.store.folder import RunFolder
 from fedloom.tasks.base import Metrics
 from fedloom.work import Site
@@ -37,6 +39,7 @@ class Session:
         mode: centralised, federated or hybrid.
         options: when and whom to evaluate.
         hybrid: what plays hybrid rounds.
+        probe: what measures the rounds, where diagnostics are asked for.
         folder: where it is written, if anywhere.
         new: clients that never take part.
         callbacks: called with each round's record; one that returns True stops the run.
@@ -48,6 +51,7 @@ class Session:
     mode: str
     options: Evaluate
     hybrid: Hybrid | None = None
+    probe: Probe | None = None
     folder: RunFolder | None = None
     new: Mapping[str, Site] = field(default_factory=dict)
     callbacks: Sequence[Callback] = ()
@@ -72,7 +76,7 @@ class Session:
         """All that is needed to go on."""
         alpha = None if self.hybrid is None else self.hybrid.alpha
         facts = {"alpha": alpha, "last": self.state.last, "new": self.fresh, "whole": self._whole}
-        return Snapshot(self.state.state, dict(self.state.clients), facts)
+        return Snapshot(self.state.state, self.state.clients, facts)
 
     def go(self, total: int) -> None:
         """Plays the rounds that are left."""
@@ -90,6 +94,8 @@ class Session:
                 if last and not self._whole:
                     record |= self._evaluate(last=True)
                 self._good = self.snapshot()
+                if isinstance(self.state.clients, ClientStore):
+                    self.state.clients.mark()
                 if self.folder is not None:
                     self.folder.append(record, {n: m.get(p) for n, m in self._own.items()})
                     self._own = {}
@@ -104,6 +110,8 @@ class Session:
                 run.rounds(self.state, total, self._play, evaluate=lambda r, f: self._judge(r, f, total), after=after)
             except RunError:
                 if self.folder is not None and self._good is not None:
+                    if isinstance(self.state.clients, ClientStore):
+                        self.state.clients.back()
                     self.folder.checkpoint(self._good, last=True)
                 raise
 
@@ -116,7 +124,12 @@ class Session:
             )
 
     def _play(self, round: int) -> Record:
-        facts = run.federated(self.state, round) if self.hybrid is None else self.hybrid(self.state, round)
+        hybrid = self.hybrid
+
+        def play() -> Record:
+            return run.federated(self.state, round) if hybrid is None else hybrid(self.state, round)
+
+        facts = play() if self.probe is None else self.probe.around(self.state, round, play)
         if self.mode == "centralised":
             facts |= {"bytes_up": 0, "bytes_down": 0, "bytes_up_by_kind": {}, "bytes_down_by_kind": {}}
         return {"mode": self.mode, **facts}
@@ -138,7 +151,7 @@ class Session:
         self._whole = last
         found: Record = dict(evaluation.summary(task, own))
         p = task.primary
-        part = {n: m for n, m in own.items() if state.state_of(state.judges[n][1]).rounds > 0}
+        part = {n: m for n, m in own.items() if state.rounds_of(state.judges[n][1]) > 0}
         if part and len(part) < len(own):
             found[f"{p}_participants"] = evaluation.summary(task, part).get(p)
         found["evaluated"] = len(own)
@@ -170,7 +183,8 @@ class Session:
         if last or whom == "all" or (whom is None and len(names) <= LIMIT):
             return names
         if whom == "sampled":
-            return [n for n in names if self.state.judges[n][1] in set(sampled)]
+            there = set(sampled)
+            return [n for n in names if self.state.judges[n][1] in there]
         size = min(LIMIT if whom is None else int(whom), len(names))
         picked = rng.stream(self.state.work.seed, "sample", "evaluate").choice(len(names), size=size, replace=False)
         return [names[i] for i in sorted(picked)]

@@ -14,21 +14,24 @@ from torch import nn
 from fedloom import building, config, diagnostics, expr, newcomers, sampling, server, tasks
 from fedloom.data import ClientData, Federation, concatenate
 from fedloom.data.augment import Augmentation, augment_table, augmentation
+from fedloom.diagnostics.probe import Probe
 from fedloom.engines import Engine, LoopEngine, choice
 from fedloom.errors import UserError
 from fedloom.modes import CLOUD, POOL, Hybrid, Mixing
 from fedloom.network import Network
 from fedloom.optim import Optimizer
-from fedloom.options import Evaluate, Participation, Settings, option_names, read
+from fedloom.options import Diagnostics, Evaluate, Participation, Settings, option_names, read
 from fedloom.record import Method
 from fedloom.result import ClientResult, Clients, Result
 from fedloom.run import Record, Run
 from fedloom.session import Session
+from fedloom.sites import Judges, Sites
 from fedloom.store import RunFolder, load_run
+from fedloom.store.clients import ClientStore
 from fedloom.store.files import fingerprint, model_files, rows_fingerprint
 from fedloom.store.folder import read_config
 from fedloom.tasks import Task
-from fedloom.work import Work
+from fedloom.work import Site, Work
 
 Table = dict[str, Any]
 
@@ -57,6 +60,7 @@ def fit(
     participation: Mapping[str, Any] | None = None,
     hybrid: Mapping[str, Any] | None = None,
     augment: Augmentation | Mapping[str, Any] | None = None,
+    diagnostics: Mapping[str, Any] | None = None,
     out: str | Path | None = None,
     resume: bool = False,
     progress: bool = True,
@@ -80,7 +84,8 @@ def fit(
         task: ``"classification"``, ``"binary"``, ``"regression"``, ``"segmentation"``, or an ``fl.Task``.
         engine: ``"auto"``, ``"loop"``, ``"vectorised"``, ``"flower"``, or an engine of one's own.
         device: ``"auto"``, ``"cpu"`` or ``"cuda"``.
-        precision: ``"fp32"``, ``"tf32"``, ``"bf16"`` or ``"fp64"``.
+        precision: ``"fp32"`` (on CUDA with torch's own settings: TF32 in convolutions, not in other products, unless you
+            changed them), ``"tf32"`` (in all products), ``"bf16"`` (autocast) or ``"fp64"``.
         seed: of everything random.
         workers: processes of the loop engine; 0 for none.
         deterministic: use deterministic kernels only (the CPU always does).
@@ -91,6 +96,8 @@ def fit(
         hybrid: options of hybrid mode, see :class:`fedloom.modes.Mixing`.
         augment: random changes of training pictures and their masks, see :class:`fedloom.data.Augment`; or a function
             ``(x, y, key) -> (x, y)`` of one client's batch.
+        diagnostics: measure drift, heterogeneity, noise, smoothness and conflict, see :class:`fedloom.options.Diagnostics`; ``{}``
+            for its defaults, None to measure nothing.
         out: folder for configuration, metrics, checkpoints and models; None writes nothing.
         resume: go on with what is in ``out``; the finished run is identical to one that was never interrupted.
         progress: whether a bar is shown (on terminals).
@@ -129,6 +136,7 @@ def fit(
     )
     mixing = read(Mixing, hybrid or {}, "hybrid") if mode == "hybrid" else None
     changes = augmentation(augment)
+    asked = None if diagnostics is None else read(Diagnostics, diagnostics, "diagnostics")
     if resume and out is None:
         raise UserError("resume=True needs out='folder', the folder of the run to go on with")
     if mode != "centralised" and optimizer_state == "keep":
@@ -160,6 +168,7 @@ def fit(
         "participation": config.table_of(asking),
         "hybrid": None if mixing is None else config.table_of(mixing),
         "augment": augment_table(changes),
+        "diagnostics": None if asked is None else config.table_of(asked),
     }
     full = _configuration(chosen, settings, tables, goal, state, notes)
     full["resolved"] |= _shapes(federation, net)
@@ -168,18 +177,25 @@ def fit(
         state=state,
         mode=mode,
         options=judging,
-        hybrid=_hybrid(state, there, mixing, where),
+        hybrid=(hybrids := _hybrid(state, there, mixing, where)),
+        probe=None if asked is None else Probe(asked, None if hybrids is None else hybrids.cloud),
         folder=None if out is None else RunFolder(out, resume=resume),
         new={n: building.make_site(federation[n], goal, net.structure.outputs, where) for n in names},
         callbacks=callbacks,
         progress=progress,
         notes=list(notes),
     )
+    state.clients = ClientStore(device=where) if session.folder is None else session.folder.clients(where)
     try:
         if session.folder is not None and session.folder.finished:
             session.folder.check_same(full)
             return load_run(session.folder.path, model=made)
-        with building.exact(where, settings.deterministic), torch.inference_mode(False), torch.enable_grad():
+        with (
+            building.exact(where, settings.deterministic),
+            building.products(where, precision),
+            torch.inference_mode(False),
+            torch.enable_grad(),
+        ):
             return _finish(session, federation, full, rounds, where)
     finally:
         if session.folder is not None:
@@ -247,14 +263,18 @@ def _run(
     where: torch.device,
 ) -> Run:
     bounds = building.bind_all(method, net, task, settings.seed)
-    sites = {c.id: building.make_site(c, task, net.structure.outputs, where) for c in data}
-    judges = {name: (site, name) for name, site in sites.items()}
+
+    def make(client: ClientData) -> Site:
+        return building.make_site(client, task, net.structure.outputs, where)
+
+    everyone = Sites({c.id: c for c in data}, make, where)
+    sites: Mapping[str, Site] = everyone
+    judges = Judges(everyone)
     if settings.mode == "centralised":
         # A lone participant keeps its name, hence its stream: the cloud of a hybrid run is such a federation.
         name = POOL if len(sites) > 1 else next(iter(sites))
-        pool = ClientData(name, concatenate([c.train for c in data]))
-        sites = {name: building.make_site(pool, task, net.structure.outputs, where)}
-        judges = {judge: (site, name) for judge, (site, _) in judges.items()}
+        sites = {name: make(ClientData(name, concatenate([c.train for c in data])))}
+        judges = Judges(everyone, name)
     keep = settings.mode == "centralised" and settings.optimizer_state != "reset"
     work = Work(settings.epochs, settings.batch_size, optimizer, settings.seed, settings.rounds, keep_optimizer=keep)
     return Run(
@@ -346,7 +366,7 @@ def _open(session: Session, data: Federation, full: Table, where: torch.device) 
 def _clients(session: Session) -> Clients:
     state = session.state
     found = {
-        name: ClientResult(name, state.last.get(name, {}), state.state_of(owner).rounds, len(site.train))
+        name: ClientResult(name, state.last.get(name, {}), state.rounds_of(owner), len(site.train))
         for name, (site, owner) in state.judges.items()
     }
     for name, site in session.new.items():

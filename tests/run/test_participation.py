@@ -10,14 +10,15 @@ import pytest
 
 import fedloom as fl
 from fedloom.options import Participation
-from fedloom.sampling import draw, read_trace
+from fedloom.sampling import Roster, draw, read_trace
 from tests.helpers import everything, federation, fit, identical, mlp
 
 ROWS = {str(i): 10 * (i + 1) for i in range(10)}
+ROSTER = Roster.of(ROWS)
 
 
 def drawn(round: int, size: int = 3, seed: int = 0, **options: Any) -> Any:
-    return draw(Participation(**options), (), seed, round, ROWS, size, everyone=False)
+    return draw(Participation(**options), (), seed, round, ROSTER, size, everyone=False)
 
 
 def test_cyclic_takes_everybody_in_turn() -> None:
@@ -59,7 +60,7 @@ def test_a_client_that_drops_out_keeps_its_old_state_and_sends_nothing() -> None
 
 def test_a_round_in_which_everybody_drops_out_changes_nothing() -> None:
     seed = next(
-        s for s in range(200) if len(draw(Participation(dropout=0.9), (), s, 1, ROWS, 10, everyone=False).dropped) == 10
+        s for s in range(200) if len(draw(Participation(dropout=0.9), (), s, 1, ROSTER, 10, everyone=False).dropped) == 10
     )
     data = federation((5,) * 10)
     result = fit("fedavg", data=data, participation={"dropout": 0.9}, rounds=1, seed=seed)

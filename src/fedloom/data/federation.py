@@ -271,7 +271,8 @@ class Federation:
         """Only the clients named, in the federation's order."""
         wanted = [self[key].id for key in ids]
         check_ids(wanted)
-        kept = tuple(client for client in self.clients if client.id in set(wanted))
+        chosen = set(wanted)
+        kept = tuple(client for client in self.clients if client.id in chosen)
         origin = {**self.origin, "subset": [client.id for client in kept]} if self.origin else {}
         return replace(self, clients=kept, origin=origin)
 

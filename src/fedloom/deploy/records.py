@@ -6,7 +6,7 @@ import csv
 import io
 import json
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +63,7 @@ class RunRecords:
         disk.write(out / "experiment.toml", text.encode())
         return key
 
-    def checkpoint(self, state: ServerState, clients: dict[str, ClientState], facts: dict[str, Any]) -> None:
+    def checkpoint(self, state: ServerState, clients: MutableMapping[str, ClientState], facts: dict[str, Any]) -> None:
         """Writes a checkpoint; it is complete before the next message is sent."""
         self._checkpoints.save(Snapshot(state, clients, finite(facts)), 0)
 

@@ -1,8 +1,8 @@
 """Checkpoints: everything a run needs to go on after a power cut.
 
-``checkpoint/round-000012/`` holds the server's state; ``checkpoint/clients-000012.safetensors`` the clients that changed since the
-checkpoint before; ``checkpoint/LATEST`` names the newest complete one. A file is only ever replaced as a whole, and nothing that
-the last two checkpoints need is removed.
+``checkpoint/round-000012/`` holds the server's state, ``checkpoint/clients-000012.safetensors`` clients that changed since the file
+before it; ``checkpoint/LATEST`` names the newest complete checkpoint. A file is only ever replaced as a whole, and nothing that the
+last two checkpoints need is removed. What a checkpoint costs depends on the clients that changed, not on how many there are.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,8 @@ from safetensors import SafetensorError
 from fedloom.errors import UserError
 from fedloom.server import ServerState
 from fedloom.store import disk
-from fedloom.store.packing import pack, read, state_tree, unpack
+from fedloom.store.clients import ClientStore
+from fedloom.store.packing import pack, read, unpack
 from fedloom.work import ClientState
 
 KEPT = 2
@@ -38,44 +39,36 @@ class Snapshot:
     """
 
     server: ServerState
-    clients: dict[str, ClientState]
+    clients: MutableMapping[str, ClientState]
     facts: dict[str, Any] = field(default_factory=dict)
 
 
 class Checkpoints:
-    """The checkpoints of one run."""
+    """The checkpoints of one run, and the store of what its clients keep."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._saved: dict[str, ClientState] = {}
-        self._index: dict[str, str] = {}
-        self._sizes: dict[str, int] = {}
-        self._digests: dict[str, str] = {}
+        self.store = ClientStore(folder)
 
     def save(self, snapshot: Snapshot, metrics_bytes: int) -> None:
         """Writes a checkpoint and commits it by naming it in ``LATEST``."""
         with disk.writing(self.folder):
             self.folder.mkdir(exist_ok=True)
         number = f"{snapshot.server.round:06d}"
-        changed = self._changed(snapshot.clients)
-        index = {k: v for k, v in self._index.items() if k in snapshot.clients}
-        if changed:
-            file = f"clients-{number}.safetensors"
-            data = pack({name: state_tree(snapshot.clients[name]) for name in changed})
-            self._digests[file] = disk.write(self.folder / file, data)
-            self._sizes[file] = len(changed)
-            index |= dict.fromkeys(changed, file)
+        if snapshot.clients is not self.store:
+            self.store.take(snapshot.clients)
+        self.store.mark()
+        files = self.store.flush()
         temporary = disk.fresh(self.folder / f".round-{number}.tmp")
         try:
-            self._commit(snapshot, metrics_bytes, index, temporary, number)
+            self._commit(snapshot, metrics_bytes, files, temporary, number)
         except UserError:
             disk.remove(temporary)
             raise
-        self._saved, self._index = dict(snapshot.clients), index
-        self._clean(set(index.values()))
+        self._clean(set(files))
 
     def _commit(
-        self, snapshot: Snapshot, metrics_bytes: int, index: Mapping[str, str], temporary: Path, number: str
+        self, snapshot: Snapshot, metrics_bytes: int, files: Mapping[str, str], temporary: Path, number: str
     ) -> None:
         """Writes the server's state and makes it the newest checkpoint."""
         tree = {"leaves": snapshot.server.leaves, "memory": snapshot.server.memory}
@@ -84,25 +77,12 @@ class Checkpoints:
             "server": disk.write(temporary / "server.safetensors", pack(tree)),
             "metrics_bytes": metrics_bytes,
             "facts": snapshot.facts,
-            "clients": index,
-            "files": {f: self._digests[f] for f in dict.fromkeys(index.values())},
-            "sizes": {f: self._sizes[f] for f in dict.fromkeys(index.values())},
+            "files": files,
+            "gone": sorted(self.store.gone),
         }
         digest = disk.write(temporary / "state.json", json.dumps(state).encode())
         disk.swap(temporary, self.folder / f"round-{number}")
         disk.write(self.folder / "LATEST", f"round-{number} {digest}\n".encode())
-
-    def _changed(self, clients: Mapping[str, ClientState]) -> list[str]:
-        """Clients that changed, and those in files that are mostly out of date, which can then be removed."""
-        changed = [name for name, state in clients.items() if self._saved.get(name) is not state]
-        live: dict[str, list[str]] = {}
-        for name, file in self._index.items():
-            if name in clients and name not in set(changed):
-                live.setdefault(file, []).append(name)
-        for file, names in live.items():
-            if len(names) < self._sizes[file] / 2:
-                changed += names
-        return changed
 
     def _clean(self, needed: set[str]) -> None:
         """Removes what the last two checkpoints do not need."""
@@ -111,11 +91,7 @@ class Checkpoints:
             disk.remove(path)
         for path in rounds[-KEPT:]:
             needed |= set(json.loads(read(path / "state.json"))["files"])
-        for path in self.folder.glob("clients-*.safetensors"):
-            if path.name not in needed:
-                disk.remove(path)
-        self._sizes = {k: v for k, v in self._sizes.items() if k in needed}
-        self._digests = {k: v for k, v in self._digests.items() if k in needed}
+        self.store.clean(needed)
 
     def load(self, device: torch.device) -> tuple[Snapshot, int] | None:
         """The newest complete checkpoint and the length of ``metrics.jsonl`` then; None where there is none."""
@@ -128,29 +104,48 @@ class Checkpoints:
         try:
             state = json.loads(self._whole(place / "state.json", digest))
             tree = unpack(self._whole(place / "server.safetensors", state["server"]), device)
-            clients: dict[str, ClientState] = {}
-            for file, expected in state["files"].items():
-                for client, kept in unpack(self._whole(self.folder / file, expected), device).items():
-                    if state["clients"].get(client) == file:
-                        clients[client] = ClientState(**kept)
+            self.store = ClientStore(self.folder, device)
+            if "clients" in state:
+                self._older(state)
+            else:
+                for file, expected in state["files"].items():
+                    self._check(self.folder / file, expected)
+                self.store.open(state["files"], state["gone"])
         except (KeyError, TypeError, ValueError, SafetensorError) as error:
             if isinstance(error, UserError):
                 raise
             raise self._damaged(place) from None
-        ordered = {name: clients[name] for name in state["clients"]}
-        self._saved, self._index = dict(ordered), dict(state["clients"])
-        self._digests, self._sizes = dict(state["files"]), dict(state["sizes"])
         for path in self.folder.glob("round-*"):
             if int(path.name[6:]) > state["round"]:
                 disk.remove(path)
         server = ServerState(tree["leaves"], tree["memory"], state["round"])
-        return Snapshot(server, ordered, state["facts"]), state["metrics_bytes"]
+        return Snapshot(server, self.store, state["facts"]), state["metrics_bytes"]
+
+    def _older(self, state: Mapping[str, Any]) -> None:
+        """Clients of a checkpoint of the first version, which had an index of all of them."""
+        for file, expected in state["files"].items():
+            for client, kept in unpack(self._whole(self.folder / file, expected), self.store.device).items():
+                if state["clients"].get(client) == file:
+                    self.store[client] = ClientState(**kept)
+        self.store.begin_at(max((int(re.findall(r"\d+", f)[0]) for f in state["files"]), default=0))
 
     def _whole(self, path: Path, digest: str) -> bytes:
         data = read(path)
         if hashlib.sha256(data).hexdigest() != digest:
             raise self._damaged(path)
         return data
+
+    def _check(self, path: Path, digest: str) -> None:
+        """As :meth:`_whole`, without holding the file in memory."""
+        found = hashlib.sha256()
+        try:
+            with open(path, "rb") as file:
+                while piece := file.read(1 << 24):
+                    found.update(piece)
+        except OSError as error:
+            raise UserError(f"cannot read {path}: {error.strerror or error}") from None
+        if found.hexdigest() != digest:
+            raise self._damaged(path)
 
     def _damaged(self, path: Path) -> UserError:
         return UserError(f"the checkpoint is damaged: {path} is not what was written; start again in another folder")

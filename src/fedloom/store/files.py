@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator
 
 import torch
 from safetensors.torch import save as save_tensors
 from torch import Tensor
 
+from fedloom.client import Desk
 from fedloom.data import Federation
+from fedloom.data.rows import map_inputs
 from fedloom.network import Network
 from fedloom.run import Run
 from fedloom.store.disk import file_name
@@ -22,24 +25,24 @@ SINGLE = 1000
 SEPARATOR = "/"
 
 
-def model_files(run: Run, data: Federation) -> dict[str, bytes]:
-    """Contents of ``models/`` by path: the shared model, and of each client the leaves that are its own."""
+def model_files(run: Run, data: Federation) -> Iterator[tuple[str, bytes]]:
+    """Contents of ``models/`` with their paths: the shared model, and of each client the leaves that are its own."""
     shared = shared_leaves(run)
-    files = {"shared.safetensors": _bytes(shared)}
+    yield "shared.safetensors", _bytes(shared)
     names = list(run.judges)
+    desks = run.desks(names)
     if len(names) <= SINGLE:
-        for name in names:
-            files[f"clients/{file_name(name)}.safetensors"] = _bytes(own_leaves(run, name, shared))
+        for name, desk in zip(names, desks, strict=True):
+            yield f"clients/{file_name(name)}.safetensors", _bytes(own_leaves(desk, shared))
     else:
         for start in range(0, len(names), SINGLE):
             shard: Leaves = {}
             for name in names[start : start + SINGLE]:
                 prefix = file_name(name) + SEPARATOR
-                shard |= {prefix + k: v for k, v in own_leaves(run, name, shared).items()}
-            files[f"clients-{start // SINGLE + 1:04d}.safetensors"] = _bytes(shard)
+                shard |= {prefix + k: v for k, v in own_leaves(next(desks), shared).items()}
+            yield f"clients-{start // SINGLE + 1:04d}.safetensors", _bytes(shard)
     if data.preprocessing is not None:
-        files["preprocessing.json"] = json.dumps(data.preprocessing.to_json()).encode()
-    return files
+        yield "preprocessing.json", json.dumps(data.preprocessing.to_json()).encode()
 
 
 def shared_leaves(run: Run) -> Leaves:
@@ -50,11 +53,10 @@ def shared_leaves(run: Run) -> Leaves:
     return {name: leaves[name] for name in bound.network.start}
 
 
-def own_leaves(run: Run, name: str, shared: Leaves) -> Leaves:
+def own_leaves(desk: Desk, shared: Leaves) -> Leaves:
     """The leaves of a client's own model that are not the shared model's, after its adapt program."""
-    bound = run.at(run.state.round)
+    bound = desk.bound
     copy = bound.method.evaluate.copy
-    desk = run.desk(name)
     prefix = "" if copy == "main" else f"{copy}/"
     found = {}
     for local, value in bound.of_copy(desk.leaves, copy).items():
@@ -77,7 +79,7 @@ def rows_fingerprint(data: Federation) -> str:
     digest = hashlib.sha256()
     for client in data:
         for part, rows in client.parts().items():
-            first = rows.take(torch.arange(min(1, len(rows)))).x
+            first = map_inputs(lambda t: t[:1], rows.x)
             parts = [first] if isinstance(first, Tensor) else list(first.values() if isinstance(first, dict) else first)
             digest.update(f"{client.id} {part} {len(rows)} {[tuple(p.shape) for p in parts]}\n".encode())
             for tensor in [*parts, rows.y]:

@@ -9,7 +9,7 @@ import math
 import os
 import time
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,8 @@ import torch
 
 from fedloom.errors import UserError
 from fedloom.store import disk
-from fedloom.store.clients import ClientStore
 from fedloom.store.checkpoint import Checkpoints, Snapshot
+from fedloom.store.clients import ClientStore
 from fedloom.store.packing import read
 
 Table = dict[str, Any]

@@ -24,44 +24,46 @@ OUTLINE = "outline"
 def pack(value: Any) -> bytes:
     """The bytes of a file that holds a tree of dictionaries, lists, numbers, texts and tensors."""
     tensors: dict[str, Tensor] = {}
-    outline = _outline(value, tensors)
-    return bytes(save_tensors(tensors, {OUTLINE: json.dumps(outline)}))
+    text = json.dumps(outline(value, tensors))
+    return bytes(save_tensors(tensors, {OUTLINE: text}))
 
 
 def unpack(data: bytes, device: torch.device) -> Any:
     """The inverse of :func:`pack`."""
     size = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + size])
-    return _tree(json.loads(header["__metadata__"][OUTLINE]), load_tensors(data), device)
+    return tree(json.loads(header["__metadata__"][OUTLINE]), load_tensors(data), device)
 
 
-def _outline(value: Any, tensors: dict[str, Tensor]) -> Any:
+def outline(value: Any, tensors: dict[str, Tensor]) -> Any:
+    """What a tree is made of; its tensors are put aside under numbers, which stand in their places."""
     if isinstance(value, Tensor):
         key = f"{len(tensors):06d}"
         tensors[key] = plain(value)
         last = value.dim() == 4 and value.is_contiguous(memory_format=torch.channels_last)
         return {"tensor": key, "last": last and not value.is_contiguous()}
     if isinstance(value, OptState):
-        return {"optimizer": _outline({f.name: getattr(value, f.name) for f in fields(OptState)}, tensors)}
+        return {"optimizer": outline({f.name: getattr(value, f.name) for f in fields(OptState)}, tensors)}
     if isinstance(value, Mapping):
-        return {"keys": [[k, _outline(v, tensors)] for k, v in value.items()]}
+        return {"keys": [[k, outline(v, tensors)] for k, v in value.items()]}
     if isinstance(value, (list, tuple)):
-        return {"list": [_outline(v, tensors) for v in value]}
+        return {"list": [outline(v, tensors) for v in value]}
     assert value is None or isinstance(value, (bool, int, float, str)), f"cannot be saved: {type(value)}"
     return {"value": value}
 
 
-def _tree(outline: Any, tensors: Mapping[str, Tensor], device: torch.device) -> Any:
-    if "tensor" in outline:
-        tensor = tensors[outline["tensor"]].to(device)
-        return tensor.to(memory_format=torch.channels_last) if outline["last"] else tensor
-    if "optimizer" in outline:
-        return OptState(**_tree(outline["optimizer"], tensors, device))
-    if "keys" in outline:
-        return {k: _tree(v, tensors, device) for k, v in outline["keys"]}
-    if "list" in outline:
-        return [_tree(v, tensors, device) for v in outline["list"]]
-    return outline["value"]
+def tree(made: Any, tensors: Mapping[str, Tensor], device: torch.device) -> Any:
+    """The inverse of :func:`outline`."""
+    if "tensor" in made:
+        tensor = tensors[made["tensor"]].to(device)
+        return tensor.to(memory_format=torch.channels_last) if made["last"] else tensor
+    if "optimizer" in made:
+        return OptState(**tree(made["optimizer"], tensors, device))
+    if "keys" in made:
+        return {k: tree(v, tensors, device) for k, v in made["keys"]}
+    if "list" in made:
+        return [tree(v, tensors, device) for v in made["list"]]
+    return made["value"]
 
 
 def plain(value: Tensor) -> Tensor:

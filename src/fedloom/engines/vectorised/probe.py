@@ -6,7 +6,8 @@ import linecache
 import math
 import traceback
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -63,9 +64,32 @@ def probe(run: Run) -> Verdict:
     return verdict
 
 
+@contextmanager
+def _strict(bound: Bound) -> Iterator[None]:
+    """No short types and no TF32: the probe looks for other numbers, not for other rounding."""
+    net, matmul, cudnn = bound.network, torch.backends.cuda.matmul, torch.backends.cudnn
+    before = net.autocast, matmul.allow_tf32, cudnn.allow_tf32
+    net.autocast, matmul.allow_tf32, cudnn.allow_tf32 = None, False, False
+    try:
+        yield
+    finally:
+        net.autocast, matmul.allow_tf32, cudnn.allow_tf32 = before
+
+
 def _probe(run: Run, bound: Bound) -> Verdict:
-    dtype = bound.structure.dtype
-    tolerance = 0.1 if bound.network.autocast is not None else TOLERANCE[dtype]
+    if bound.network.autocast is not None:
+        try:
+            _played(run, bound, VectorisedEngine(step="mapped"), UNEQUAL, 0)
+        except FedloomError:
+            return Verdict(True)
+        except Exception as error:
+            return Verdict(False, why=f"in bf16: {blame(error)}; vmap says: {_first_line(error)}")
+    with _strict(bound):
+        return _compared(run, bound)
+
+
+def _compared(run: Run, bound: Bound) -> Verdict:
+    tolerance = TOLERANCE[bound.structure.dtype]
     try:
         plain, again = (_played(run, bound, LoopEngine(), UNEQUAL, seed) for seed in (0, 1))
     except FedloomError:
@@ -127,7 +151,8 @@ def _played(run: Run, bound: Bound, engine: Engine, sizes: tuple[int, ...], seed
 
 def _sites(run: Run, sizes: tuple[int, ...]) -> dict[str, Site]:
     """Two small clients made of the first rows of the run's clients (of one client twice, if there is one)."""
-    chosen = [s for s in run.sites.values() if len(s.train) >= max(sizes)] or list(run.sites.values())
+    fitting = [n for n, rows in zip(run.roster.ids, run.roster.rows, strict=True) if rows >= max(sizes)]
+    chosen = [run.sites[n] for n in (fitting or run.roster.ids)[: len(sizes)]]
     made = {}
     for i, size in enumerate(sizes):
         site = chosen[i % len(chosen)]
