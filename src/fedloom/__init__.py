@@ -73,7 +73,7 @@ from fedloom.plugins import (
 from fedloom.priors import gaussian, laplace, learnable_gaussian, student_t
 from fedloom.record import Method, Plugin, compose
 from fedloom.registry import describe, list_methods, list_plugins
-from fedloom.report import pictures
+from fedloom.reports import pictures, report
 from fedloom.result import Result
 from fedloom.simulation import fit
 from fedloom.store import load_run
@@ -175,6 +175,7 @@ __all__ = [
     "proximal",
     "qfedavg",
     "quantity",
+    "report",
     "robust",
     "scaffold",
     "segmentation",

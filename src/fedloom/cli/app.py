@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 import fedloom
-from fedloom.cli import comparing, computing, deploy, helping, listing, running, showing, using
+from fedloom.cli import comparing, computing, deploy, helping, listing, reporting, running, showing, using
 
 HELP = """Personalised federated learning on PyTorch.
 
@@ -42,6 +42,7 @@ def top(
 app.command("demo")(showing.demo)
 app.command("run")(running.run)
 app.command("compare")(comparing.compare)
+app.command("report")(reporting.report)
 app.command("list")(listing.names)
 app.command("tune")(running.tune)
 app.command("predict")(using.predict)

@@ -39,7 +39,7 @@ def sketch(data: Federation) -> dict[str, Any]:
         >>> len(found["clients"]), len(found["points"]["at"]), len(found["points"]["at"][0])
         (4, 500, 10)
     """
-    picked = [data.clients[i] for i in _even(len(data), CLIENTS)]
+    picked = [data.clients[i] for i in even(len(data), CLIENTS)]
     y = data.clients[0].train.y
     classes = () if y.is_floating_point() else tuple(data.classes or ())
     counted = [] if y.is_floating_point() else [_counts(client) for client in picked]
@@ -60,11 +60,11 @@ def sketch(data: Federation) -> dict[str, Any]:
     return found if points is None else {**found, "points": points}
 
 
-def _even(size: int, most: int) -> list[int]:
+def even(size: int, most: int) -> list[int]:
     """At most so many of the first ``size`` numbers, evenly spread.
 
     Example:
-        >>> _even(3, 5), _even(10, 4)
+        >>> even(3, 5), even(10, 4)
         ([0, 1, 2], [0, 3, 6, 9])
     """
     return list(range(size)) if size <= most else sorted({round(i * (size - 1) / (most - 1)) for i in range(most)})
@@ -77,7 +77,7 @@ def _counts(client: ClientData) -> NDArray[np.int64]:
         y = rows.y
         if y.dim() > 1:
             most = max(1, _LABELS // max(1, y[0].numel()))
-            y = y[torch.tensor(_even(len(y), most))]
+            y = y[torch.tensor(even(len(y), most))]
             y = y[y != _VOID]
         mine = np.bincount(y.reshape(-1).numpy().astype(np.int64)).astype(np.int64)
         size = max(len(total), len(mine))
@@ -90,7 +90,7 @@ def _projected(data: Federation) -> dict[str, Any] | None:
     first = data.clients[0].train.x
     if not isinstance(first, Tensor) or not (first.is_floating_point() or first.dtype is torch.uint8):
         return None
-    whose = _even(len(data), POINTS)
+    whose = even(len(data), POINTS)
     share = max(1, POINTS // len(whose))
     rows = [_some(data.clients[i].train, share) for i in whose]
     x = torch.cat([_flat(r, data) for r in rows]).double()
@@ -123,7 +123,7 @@ def principal(x: Tensor, size: int) -> tuple[Tensor, Tensor]:
 
 
 def _some(rows: Rows, most: int) -> Rows:
-    return rows.take(torch.tensor(_even(len(rows), most) if most > 1 else [0]))
+    return rows.take(torch.tensor(even(len(rows), most) if most > 1 else [0]))
 
 
 def _flat(rows: Rows, data: Federation) -> Tensor:

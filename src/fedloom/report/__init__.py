@@ -1,5 +1,0 @@
-"""Reports: what a run looks like."""
-
-from fedloom.report.pictures import pictures
-
-__all__ = ["pictures"]

@@ -1,0 +1,193 @@
+"""The runs of a report, put in order: series over seeds, the baseline, clients that can be compared."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from fedloom.comparison.record import Comparison
+from fedloom.reports.reading import Run
+from fedloom.store.folder import flat
+
+HUES = 8
+"""Colours for series; after them lines are dashed."""
+
+CLASSES = 10
+"""Colours for classes, which also bear their names."""
+
+# What may differ between the runs of one series: their seed, and how and where they were computed.
+_ASIDE = (
+    "seed",
+    "data.seed",
+    "data.fingerprint",
+    "repeatable",
+    "engine",
+    "device",
+    "workers",
+    "deterministic",
+    "method",
+)
+_ASIDE_TABLES = ("resolved.", "evaluate.", "model.leaves.", "model.sha256")
+
+
+@dataclass(eq=False)
+class Series:
+    """The runs of one method in one setting, which differ by their seeds.
+
+    Args:
+        label: what it is called.
+        runs: its runs.
+        index: its place among the series.
+        hue: its colour; -1 for local training, which is grey.
+    """
+
+    label: str
+    runs: list[Run]
+    index: int = 0
+    hue: int = 0
+
+    @property
+    def css(self) -> str:
+        """Its classes in the style sheet."""
+        if self.hue < 0:
+            return "s local"
+        return f"s s{self.hue % HUES}" + (f" d{self.hue // HUES % 3}" if self.hue >= HUES else "")
+
+    @property
+    def local(self) -> bool:
+        """Whether clients train alone."""
+        return self.runs[0].config.get("method", "").startswith("local(") and self.runs[0].mode == "federated"
+
+    @cached_property
+    def finals(self) -> list[float]:
+        """The metric's mean over clients at the end of each run."""
+        return [float(r.last[r.primary]) for r in self.runs if r.last]
+
+    @property
+    def mean(self) -> float | None:
+        """Over the runs."""
+        return statistics.fmean(self.finals) if self.finals else None
+
+    def over(self, key: str) -> float | None:
+        """The mean over runs of a number of the last evaluation."""
+        values = [float(v) for r in self.runs if isinstance(v := r.last.get(key), (int, float))]
+        return statistics.fmean(values) if values else None
+
+    def total(self, key: str) -> float:
+        """The mean over runs of a number summed over rounds."""
+        return statistics.fmean(r.total(key) for r in self.runs)
+
+
+@dataclass(eq=False)
+class Book:
+    """All that a report is made from.
+
+    Args:
+        runs: the runs.
+        comparisons: the comparisons among what was given.
+        notes: what could not be read.
+        title: of the page.
+    """
+
+    runs: list[Run]
+    comparisons: list[Comparison] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    title: str = ""
+
+    @property
+    def metric(self) -> str:
+        """The metric that counts."""
+        return self.runs[0].primary
+
+    @property
+    def sign(self) -> float:
+        """1 where more is better, -1 where less is."""
+        return self.runs[0].sign
+
+    @cached_property
+    def series(self) -> list[Series]:
+        """The runs in groups, in the order in which they were given."""
+        groups: dict[tuple[Any, ...], list[Run]] = {}
+        for run in self.runs:
+            groups.setdefault((run.method, run.setting, run.mode, *_settings(run)), []).append(run)
+        keys = list(groups)
+        made = [Series(label, list(groups[k]), i) for i, (k, label) in enumerate(zip(keys, labels(keys), strict=True))]
+        hue = 0
+        for series in made:
+            series.hue = -1 if series.local else hue
+            hue += not series.local
+        return made
+
+    @cached_property
+    def local(self) -> Series | None:
+        """Training alone, where it is among the runs."""
+        return next((s for s in self.series if s.local), None)
+
+    @cached_property
+    def ranked(self) -> list[Series]:
+        """The series that have a result, the best first."""
+        there = [(s.mean * self.sign, -s.index, s) for s in self.series if s.mean is not None]
+        return [s for _, _, s in sorted(there, key=lambda t: t[:2], reverse=True)]
+
+    def alone(self, run: Run) -> Run | None:
+        """The run of local training on the same rows, of the same seed where there is one."""
+        found = [r for s in self.series if s.local for r in s.runs if r.data == run.data and r is not run]
+        found.sort(key=lambda r: r.seed != run.seed)
+        return found[0] if found else None
+
+    def gains(self, series: Series) -> dict[str, float]:
+        """What each client gains over training alone, by client (and seed, where the clients differ by it)."""
+        found: dict[str, list[float]] = {}
+        several = self.populations > 1
+        for run in series.runs:
+            alone = self.alone(run)
+            if alone is None or series.local:
+                continue
+            for client, value in run.values.items():
+                if client in alone.values:
+                    key = f"{client} (seed {run.seed})" if several else client
+                    found.setdefault(key, []).append(self.sign * (value - alone.values[client]))
+        return {k: statistics.fmean(v) for k, v in found.items()}
+
+    @cached_property
+    def populations(self) -> int:
+        """How many different federations the runs are of."""
+        return len({r.data for r in self.runs})
+
+    def of_clients(self, series: Series) -> dict[str, list[float]]:
+        """The metric of each client at the end, over seeds where the clients are the same."""
+        several = self.populations > 1
+        found: dict[str, list[float]] = {}
+        for run in series.runs:
+            for client, value in run.values.items():
+                found.setdefault(f"{client} (seed {run.seed})" if several else client, []).append(value)
+        return found
+
+
+def _settings(run: Run) -> tuple[tuple[str, str], ...]:
+    """What makes a run's series, as sorted pairs."""
+    found = flat(run.config)
+    return tuple((k, str(v)) for k, v in sorted(found.items()) if k not in _ASIDE and not k.startswith(_ASIDE_TABLES))
+
+
+def labels(keys: Sequence[tuple[Any, ...]]) -> list[str]:
+    """A label for each group: its method, its mode unless federated, and what tells it from others of the same method.
+
+    Example:
+        >>> labels([("fedavg", "", "federated", ("rounds", "5")), ("fedavg", "", "federated", ("rounds", "9"))])
+        ['fedavg · rounds=5', 'fedavg · rounds=9']
+    """
+    plain = [" · ".join(filter(None, (k[0], k[1], "" if k[2] == "federated" else k[2]))) for k in keys]
+    made = []
+    for key, label in zip(keys, plain, strict=True):
+        mine = dict(key[3:])
+        twins = [dict(k[3:]) for k, other in zip(keys, plain, strict=True) if other == label and k != key]
+        told = [
+            k for k in sorted({n for t in [mine, *twins] for n in t}) if any(t.get(k) != mine.get(k) for t in twins)
+        ]
+        parts = [f"{k.split('.')[-1]}={mine.get(k, '–')}" for k in told]
+        made.append(" · ".join([label, ", ".join(parts)]) if parts else label)
+    return made

@@ -1,0 +1,35 @@
+"""The parts of a report; each is None where its data are not there."""
+
+from collections.abc import Callable
+
+from fedloom.reports.book import Book
+from fedloom.reports.html import Section
+from fedloom.reports.sections.clients import client_curves, client_table, distribution
+from fedloom.reports.sections.cost import cost, gap
+from fedloom.reports.sections.inside import conflict, hybrid, others, parts, prototypes
+from fedloom.reports.sections.outset import partition, projection
+from fedloom.reports.sections.overview import headline, learning
+from fedloom.reports.sections.repeat import how, pictures, tables
+
+SECTIONS: tuple[Callable[[Book], Section | None], ...] = (
+    headline,
+    learning,
+    distribution,
+    partition,
+    projection,
+    gap,
+    conflict,
+    parts,
+    prototypes,
+    hybrid,
+    others,
+    cost,
+    pictures,
+    client_curves,
+    client_table,
+    tables,
+    how,
+)
+"""In the order in which a reader asks: what came out, for whom, why, at what price, how to do it again."""
+
+__all__ = ["SECTIONS"]
