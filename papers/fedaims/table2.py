@@ -13,7 +13,7 @@ are our own split of 35,250 training images, not the official Balanced one.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any

@@ -35,7 +35,7 @@ def arguments(doc: str | None, out: Path, **defaults: Any) -> argparse.ArgumentP
     parser.add_argument("--every", type=int, default=defaults.get("every", 10), help="rounds between evaluations")
     parser.add_argument("--data-dir")
     parser.add_argument("--rows", type=int, help="use so many training rows only, to try a script")
-    parser.add_argument("--only", help="only rows of the table whose name contains one of these, separated by |")
+    parser.add_argument("--only", help="only these rows of the table, separated by |")
     parser.add_argument("--out", type=Path, default=out, help="folder of the log")
     parser.add_argument(
         "--stop-after", type=float, default=math.inf, help="seconds; no run begins that would end later"
@@ -45,8 +45,9 @@ def arguments(doc: str | None, out: Path, **defaults: Any) -> argparse.ArgumentP
 
 
 def chosen(names: Iterable[str], only: str | None) -> list[str]:
-    """The names that contain one of the words."""
-    return [n for n in names if only is None or any(word.strip() in n for word in only.split("|"))]
+    """The names that are asked for, or all."""
+    wanted = None if only is None else {word.strip() for word in only.split("|")}
+    return [n for n in names if wanted is None or n in wanted]
 
 
 def read(log: Path) -> list[dict[str, Any]]:

@@ -19,7 +19,7 @@ from fedloom.data.augment import Augment
 from fedloom.errors import UnknownName, UserError
 from fedloom.modes import Mixing
 from fedloom.optim import Optimizer
-from fedloom.options import Data, Evaluate, Participation, Settings, default, option_names, read
+from fedloom.options import Data, Diagnostics, Evaluate, Participation, Settings, default, option_names, read
 from fedloom.tasks import Task
 from fedloom.values import checked
 
@@ -33,6 +33,7 @@ SECTIONS: dict[str, type[Any]] = {
     "participation": Participation,
     "evaluate": Evaluate,
     "augment": Augment,
+    "diagnostics": Diagnostics,
 }
 """Tables of a configuration whose keys are fixed."""
 
@@ -46,6 +47,7 @@ KEYS = (
     "participation",
     "evaluate",
     "augment",
+    "diagnostics",
 )
 """Every key of a configuration; each is an argument of ``fit``."""
 

@@ -169,6 +169,23 @@ class Participation:
             raise UserError("participation: rule='trace' and trace='file.csv' belong together; give both or neither")
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Diagnostics:
+    """What the papers' theorems speak of, measured in the run and recorded under ``diagnostics``; without the table nothing is.
+
+    Args:
+        every: rounds between measurements; the first round is always measured.
+        clients: clients whose gradients are taken (a fixed seeded choice); drift and conflict are of the clients of the round.
+        rows: most training rows of a client that are used for its gradient.
+    """
+
+    every: int = 1
+    clients: int = 10
+    rows: int = 1024
+
+    BOUNDS: ClassVar[tuple[str, ...]] = ("every >= 1", "clients >= 1", "rows >= 2")
+
+
 # Reading ----------------------------------------------------------------------------------------------------
 
 

@@ -1,6 +1,7 @@
-"""What is measured in a run so that it can be looked at later: the clients' data in outline, the parts of the loss."""
+"""What is measured in a run: the clients' data in outline, the parts of the loss, and what the theorems speak of."""
 
+from fedloom.diagnostics.beside import Row, beside, markdown
 from fedloom.diagnostics.sketch import sketch
 from fedloom.diagnostics.terms import term_values
 
-__all__ = ["sketch", "term_values"]
+__all__ = ["Row", "beside", "markdown", "sketch", "term_values"]

@@ -160,8 +160,8 @@ def _batches(desk: Desk, phase: BoundPhase, rows: int) -> Iterator[tuple[float, 
     order = rng.stream(desk.work.seed, "sample", "diagnostics", site.id).permutation(len(train))[:rows]
     step = len(order) if size == "full" else int(size)
     chunks = [order[i : i + step] for i in range(0, len(order), step)]
-    if len(chunks) > 1 and len(chunks[-1]) == 1:
-        chunks.pop()  # batch normalisation cannot train on one row
+    if desk.bound.network.batch_norm:  # which cannot train on one row
+        chunks = [c for c in chunks if len(c) > 1] or [order]
     count = sum(len(c) for c in chunks)
     pairs = phase.phase.sampler.group == 2
     made = [train.take(torch.from_numpy(c).to(train.y.device)) for c in chunks]

@@ -136,7 +136,7 @@ def _sent(bound: Bound, before: ServerState, outcome: Outcome, after: ServerStat
     replies = [r for r in outcome.accepted if "delta" in r.message]
     if chosen is None or not replies:
         return {}
-    steps = [sum(r.steps.values()) for r in replies]
+    steps = [r.steps.get(chosen[0].phase.name, 0) for r in replies]
     names = [n for n in chosen[1] if all(n in r.message["delta"] for r in replies)]
     moves = [{n: r.message["delta"][n].double() for n in names} for r in replies]
     if not names:

@@ -50,11 +50,15 @@ def conflicts(products: Tensor, xi: float = 0.0) -> int:
 
     Reference: FedLAG, Definition 4.1.
     """
+    return int((cosines(products) < xi).triu(diagonal=1).sum())
+
+
+def cosines(products: Tensor) -> Tensor:
+    """``cos(h_u, h_v)`` of all pairs from a Gram matrix, clamped to [-1, 1] and rounded to 10 digits; 0 for a zero vector."""
     length = products.diagonal().clamp(min=0).sqrt()
     scale = length[:, None] * length
     cosine = torch.where(scale > 0, products / torch.where(scale > 0, scale, torch.ones_like(scale)), 0.0)
-    below = cosine.clamp(-1, 1).round(decimals=10) < xi
-    return int(below.triu(diagonal=1).sum())
+    return cosine.clamp(-1, 1).round(decimals=10)
 
 
 def spread(products: Tensor) -> float:
