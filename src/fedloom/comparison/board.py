@@ -13,6 +13,9 @@ from rich.table import Table
 
 from fedloom.comparison.record import Cell, Comparison
 
+_REST = 0.2
+"""Seconds between two looks at the table: it asks the disk where every cell stands."""
+
 
 class Board:
     """Hears of the cells that are played, keeps the record, and shows where they stand.
@@ -30,7 +33,7 @@ class Board:
         self._console = Console(stderr=True, quiet=not shown)
         self._running: dict[int, tuple[int, float | None, float]] = {}
         self._values = {id(c): value_of(c) for c in comparison.cells}
-        self._ended, self._began = 0, time.monotonic()
+        self._ended, self._began, self._shown = 0, time.monotonic(), 0.0
         terminal = shown and self._console.is_terminal
         self._live = Live(console=self._console, refresh_per_second=4, transient=True) if terminal else None
 
@@ -77,8 +80,9 @@ class Board:
     # What is shown.
 
     def _show(self) -> None:
-        if self._live is not None:
+        if self._live is not None and time.monotonic() - self._shown > _REST:
             self._live.update(self.table())
+            self._shown = time.monotonic()
 
     def table(self) -> Table:
         """Where every method stands in every setting."""

@@ -1,0 +1,89 @@
+"""The documentation's site builds without a warning: navigation, links and anchors are checked by mkdocs."""
+
+from __future__ import annotations
+
+import html
+import importlib.util
+import inspect
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import fedloom as fl
+from fedloom.registry import METHODS, PLUGINS
+
+pytest.importorskip("mkdocs", reason="mkdocs is not installed: pip install 'fedloom[docs]'")
+pytest.importorskip("material", reason="mkdocs-material is not installed: pip install 'fedloom[docs]'")
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("site")
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(place)],
+        cwd=ROOT,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return place
+
+
+@pytest.fixture(scope="module")
+def hook() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("docs_site", ROOT / "scripts" / "docs_site.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_page_is_in_the_navigation(site: Path) -> None:
+    home = (site / "index.html").read_text(encoding="utf-8")
+    for page in (ROOT / "docs").glob("*.md"):
+        assert f'href="{page.stem}.html"' in home or page.stem == "index", page.name
+    for name, table in (("methods", METHODS), ("plugins", PLUGINS)):
+        built = {p.stem for p in (site / name).glob("*.html")} - {"index"}
+        assert built == {n for n, e in table.items() if inspect.unwrap(e.fn).__module__.startswith("fedloom")}
+
+
+def test_a_page_says_what_its_docstring_says(site: Path) -> None:
+    for name in ("fedmap", "fedprox", "ditto"):
+        entry = fl.describe(name)
+        text = (site / "methods" / f"{name}.html").read_text(encoding="utf-8")
+        words = html.unescape(re.sub(r"<[^>]+>", "", text))
+        for formula in re.findall(r"``(.+?)``", (inspect.getdoc(entry.fn) or "").partition("Args:")[0]):
+            assert " ".join(formula.split()) in " ".join(words.split()), (name, formula)
+        assert entry.paper in words
+        for key in entry.parameters:
+            assert f"<code>{key}</code>" in text
+
+
+def test_the_site_fetches_nothing(site: Path) -> None:
+    text = (site / "index.html").read_text(encoding="utf-8")
+    assert not re.findall(r"<(?:script|link|img)[^>]+(?:src|href)=\"(?:https?:)?//[^\"]+", text)
+
+
+def test_sections_of_a_docstring(hook: ModuleType) -> None:
+    head, sections = hook.parts(
+        "Sums :func:`fedloom.fit`.\n\nMore.\n\nArgs:\n    mu: strength.\n\nReference: A paper, eq. 3.\n\nExample:\n    >>> 1\n    1"
+    )
+    assert head == "Sums `fedloom.fit`.\n\nMore."
+    assert sections == {"Args": "mu: strength.", "Reference": "A paper, eq. 3.", "Example": ">>> 1\n1"}
+
+
+def test_the_navigation_fits_what_is_there(hook: ModuleType, tmp_path: Path) -> None:
+    (tmp_path / "a.md").touch()
+    nav = [{"A": "a.md"}, {"B": "b.md"}, {"C": [{"D": "d.md"}]}, {"Methods": "methods/index.md"}]
+    assert hook.kept(nav, tmp_path) == [{"A": "a.md"}, {"Methods": "methods/index.md"}]
+    assert hook.listed([{"A": "a.md"}, {"C": [{"D": "d.md"}, "e.md"]}]) == ["a.md", "d.md", "e.md"]
