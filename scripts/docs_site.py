@@ -100,7 +100,16 @@ def index(name: str, table: dict[str, Entry]) -> str:
 def page(entry: Entry) -> str:
     """The page of a method or plug-in."""
     head, sections = parts(inspect.getdoc(entry.fn) or "")
-    lines = [f"# {entry.name}", "", head, "", "```python", f"fl.{entry.name}{signature(entry)}", "```", ""]
+    lines = [
+        f"# {entry.name}",
+        "",
+        linked(head, entry),
+        "",
+        "```python",
+        f"fl.{entry.name}{signature(entry)}",
+        "```",
+        "",
+    ]
     lines += parameters(entry)
     if entry.presets:
         lines += [
@@ -147,7 +156,20 @@ def signature(entry: Entry) -> str:
     shown = []
     for key, parameter in inspect.signature(entry.fn).parameters.items():
         shown.append(key if parameter.default is parameter.empty else f"{key}={parameter.default!r}")
-    return f"({', '.join(shown)})"
+    line = f"({', '.join(shown)})"
+    return line if len(line) < 70 else "(\n" + "".join(f"    {part},\n" for part in shown) + ")"
+
+
+def linked(text: str, entry: Entry) -> str:
+    """Names of methods and plug-ins as links to their pages."""
+
+    def link(found: re.Match[str]) -> str:
+        name = found[1]
+        if name == entry.name or name not in METHODS | PLUGINS:
+            return found[0]
+        return f"[`{name}`](../{'methods' if name in METHODS else 'plugins'}/{name}.md)"
+
+    return re.sub(r"``(\w+)``", link, text)
 
 
 def parameters(entry: Entry) -> list[str]:
