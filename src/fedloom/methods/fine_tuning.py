@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Literal
 
-from fedloom.errors import UserError
 from fedloom.methods.averaging import fedavg
 from fedloom.plugins.personal import personal
 from fedloom.record import Method, compose
@@ -17,8 +16,6 @@ Part = Literal["all", "head", "body"]
 
 def fine_tuned(method: Method, owner: str, epochs: int, part: Part) -> Method:
     """The method whose clients train some epochs before their model is evaluated or used; the result is discarded."""
-    if part not in ("all", "head", "body"):
-        raise UserError(f"{owner}: part={part!r}; expected 'all', 'head' or 'body'")
     if not epochs:
         return method
     still = "body" if part == "head" else None

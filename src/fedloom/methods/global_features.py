@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedloom.errors import UserError
 from fedloom.methods.averaging import fedavg, local
 from fedloom.objectives.classes import teacher
 from fedloom.objectives.nets import apply_two_layers, two_layers
@@ -44,8 +43,6 @@ def fedproto(
         weight: ``"n"`` (the paper), or ``"uniform"`` over the clients that hold a class (the authors' code).
         predict: by the client's own ``"head"``, or by the ``"nearest"`` prototype (logit ``-||z - C_c||^2``).
     """
-    if predict not in ("head", "nearest"):
-        raise UserError(f"fedproto: predict={predict!r}; expected 'head' or 'nearest'")
     method = compose(local(), prototypes(lam, weight))
     return method if predict == "head" else method.replacing_evaluation("fedproto", predict=_nearest, taps=("z",))
 
@@ -99,7 +96,7 @@ def _contrast(towards: Tensor, away: Tensor, tau: float, seen: Seen) -> Tensor:
     presets={
         "fedaims": {"mu": 1.0, "tau": 0.5},
         "original": {"mu": 1.0, "tau": 0.5, "projection": 256},
-        "original_cifar10": {"mu": 5.0, "tau": 0.5, "projection": 256},
+        "original_cifar10": {"mu": 5.0, "tau": 0.5, "projection": 256},  # with SGD(0.01, momentum 0.9, decay 1e-5)
     },
 )
 def moon(mu: float = 1.0, tau: float = 0.5, projection: int | None = None) -> Method:
@@ -112,7 +109,8 @@ def moon(mu: float = 1.0, tau: float = 0.5, projection: int | None = None) -> Me
     Args:
         mu: strength; 0 is FedAvg bit for bit.
         tau: temperature.
-        projection: outputs of a two-layer projection of z, shared as the model is; None for z itself.
+        projection: outputs of a two-layer projection of z beside the classifier, shared as the model is; None for z
+            itself. In the authors' network the classifier reads the projection: a model that ends so needs none here.
     """
     if not mu:
         return fedavg()

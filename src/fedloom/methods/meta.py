@@ -21,7 +21,7 @@ from fedloom.view import View
     "a >= 0",
     "b > 0",
     paper="Fallah et al., Personalized Federated Learning with Theoretical Guarantees, NeurIPS 2020, Algorithm 1",
-    presets={"original": {"a": 0.01, "b": 0.001}, "exact": {"exact": True}},
+    presets={"original": {"a": 0.01, "b": 0.001}, "exact": {"exact": True}, "short": {"a": 0.1}},
 )
 def peravg(a: float = 0.01, b: float | None = None, exact: bool = False) -> Method:
     """FedAvg on ``f(w - a grad f(w; D1); D2)``: clients learn a model from which one step of size a fits them.
@@ -29,7 +29,8 @@ def peravg(a: float = 0.01, b: float | None = None, exact: bool = False) -> Meth
     Steps use pairs of mini-batches D1, D2: ``w' = w - a g(w; D1)``, then ``w <- w - b g(w'; D2)`` (first order), or
     with the factor ``I - a H(w; D1)`` before g (exact). A left-over mini-batch is dropped, a lone one is halved. Running
     statistics are those of D2. A client is evaluated after one step of size a on its first mini-batch; the shared
-    model is untouched.
+    model is untouched. That step is all the personalisation there is: in runs of tens of rounds the paper's a = 0.01
+    hardly differs from FedAvg, and ``preset="short"`` takes 0.1.
 
     Args:
         a: inner step; 0 is FedAvg on the D2 batches.

@@ -240,19 +240,6 @@ def lag(
         fedper() + lag(k=2, xi=-0.1)
     """
     chosen = select if isinstance(select, str) else tuple(select)
-    for name, value, allowed in (
-        ("weights", weights, ("uniform", "samples")),
-        ("schedule", schedule, ("per_round", "warmup_once", "warmup_then_per_round")),
-        ("granularity", granularity, ("layer", "tensor")),
-        ("norm", norm, ("shared", "personal")),
-        ("score", score, ("conflict", "variance")),
-        ("select", chosen if isinstance(chosen, str) else "conflict", ("conflict", "first", "middle", "last")),
-    ):
-        if value not in allowed:
-            raise UserError(f"lag: {name}={value!r}; expected {', '.join(allowed)}")
-    for name, number in (("k", k), ("warmup", warmup)):
-        if not isinstance(number, int):
-            raise UserError(f"lag: {name}={number!r}; expected a whole number")
     options = _Lag(k, xi, weights, schedule, granularity, warmup, chosen, score, require_conflict)
 
     def apply(method: Method) -> Method:
