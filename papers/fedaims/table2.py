@@ -165,7 +165,7 @@ def main() -> None:
     log = options.out / "table2.jsonl"
     if not options.table:
         images = study.shrunk(fl.data.load(options.data, data_dir=options.data_dir), options.rows)
-        study.play(cases(options), lambda case: run(case, images, options), log, options.stop_after)
+        study.play(cases(options), lambda case: run(case, images, options), log, options)
     print(report(log))
 
 

@@ -135,7 +135,7 @@ def main() -> None:
     log = options.out / "cifar10.jsonl"
     if not options.table:
         images = study.shrunk(fl.data.load("cifar10", data_dir=options.data_dir), options.rows)
-        study.play(cases(options), lambda case: run(case, images, options), log, options.stop_after)
+        study.play(cases(options), lambda case: run(case, images, options), log, options)
     columns = {"own model": "accuracy", "weighted": "accuracy_weighted", "best round": "best_accuracy"}
     print(tables.metric_table(study.read(log), ["name", "alpha", "rounds"], columns, published))
 

@@ -81,7 +81,9 @@ def run(case: study.Case, step: Any) -> dict[str, Any]:
     found["curve_balanced"] = [round(r["balanced_accuracy"], 5) for r in result.history]
     for metric in ("accuracy", "balanced_accuracy"):
         by_client = [client.metrics[metric] for client in result.clients.values()]
-        found[f"{metric}_first"], found[f"{metric}_second"] = (statistics.mean(h) for h in (by_client[:5], by_client[5:]))
+        found[f"{metric}_first"], found[f"{metric}_second"] = (
+            statistics.mean(h) for h in (by_client[:5], by_client[5:])
+        )
         found[f"{metric}_clients"] = by_client
     return found
 
@@ -112,7 +114,14 @@ def report(log: Path) -> str:
                     printed,
                 ]
             )
-        head = ["method", "balanced accuracy", "accuracy", "balanced, clients 6–10", "against Local", "published (6–10)"]
+        head = [
+            "method",
+            "balanced accuracy",
+            "accuracy",
+            "balanced, clients 6–10",
+            "against Local",
+            "published (6–10)",
+        ]
         texts.append(f"{skew} skew\n\n{tables.markdown(head, rows)}")
     return "\n\n".join(texts)
 
@@ -127,7 +136,7 @@ def main() -> None:
     options = parser.parse_args()
     log = options.out / "synthetic.jsonl"
     if not options.table:
-        study.play(cases(options), lambda case: run(case, options.step), log, options.stop_after)
+        study.play(cases(options), lambda case: run(case, options.step), log, options)
     print(report(log))
 
 

@@ -40,6 +40,9 @@ def arguments(doc: str | None, out: Path, **defaults: Any) -> argparse.ArgumentP
     parser.add_argument(
         "--stop-after", type=float, default=math.inf, help="seconds; no run begins that would end later"
     )
+    parser.add_argument(
+        "--shard", default="0/1", help="i/n: only every n-th case from the i-th; several processes may share a log"
+    )
     parser.add_argument("--table", action="store_true", help="show the table of what is in the log, run nothing")
     return parser
 
@@ -55,17 +58,18 @@ def read(log: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
 
 
-def play(cases: Iterable[Case], run: Callable[[Case], dict[str, Any]], log: Path, stop_after: float = math.inf) -> None:
+def play(cases: Iterable[Case], run: Callable[[Case], dict[str, Any]], log: Path, options: argparse.Namespace) -> None:
     """Runs the cases that are not in the log, in order, and appends a line for each that is finished."""
     log.parent.mkdir(parents=True, exist_ok=True)
+    first, step = (int(v) for v in options.shard.split("/"))
     done = {json.dumps(line["case"], sort_keys=True) for line in read(log)}
     begun, longest = time.perf_counter(), 0.0
     warnings.simplefilter("ignore", UserWarning)
-    for case in cases:
+    for case in list(cases)[first::step]:
         if json.dumps(case, sort_keys=True) in done:
             continue
         started = time.perf_counter()
-        if started - begun + longest > stop_after:
+        if started - begun + longest > options.stop_after:
             return
         try:
             found = run(case)

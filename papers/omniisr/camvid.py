@@ -137,7 +137,7 @@ def main() -> None:
     log = options.out / ("camvid.jsonl" if options.part == "table" else "camvid_ablation.jsonl")
     if not options.table:
         scenes = study.shrunk(fl.data.load("camvid", data_dir=options.data_dir), options.rows)
-        study.play(cases(options), lambda case: run(case, scenes, options), log, options.stop_after)
+        study.play(cases(options), lambda case: run(case, scenes, options), log, options)
     print(report(log))
 
 

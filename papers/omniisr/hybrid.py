@@ -134,7 +134,7 @@ def main() -> None:
     if not options.table:
         pictures = fl.data.load(options.data, data_dir=options.data_dir)
         pictures = study.shrunk(pictures, options.rows)
-        study.play(cases(options), lambda case: run(case, pictures, options), log, options.stop_after)
+        study.play(cases(options), lambda case: run(case, pictures, options), log, options)
     print(report(log))
 
 
