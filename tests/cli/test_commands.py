@@ -16,7 +16,7 @@ import fedloom as fl
 from fedloom.cli import showing
 from tests.cli.conftest import Cli
 
-COMMANDS = ["demo", "run", "list", "check", "predict", "export", "tune", "doctor", "cite", "theory"]
+COMMANDS = ["demo", "run", "compare", "list", "check", "predict", "export", "tune", "doctor", "cite", "theory"]
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -155,6 +155,14 @@ def test_the_lines_of_a_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert "fedper, seed 1: accuracy" in lines[3]
 
 
+def test_a_folder_is_one_comparisons_at_a_time(tmp_path: Path) -> None:
+    def meddle(record: dict[str, Any]) -> None:
+        with pytest.raises(fl.UserError, match="another run is using"):
+            compare(out=tmp_path / "c")
+
+    assert not compare(out=tmp_path / "c", callbacks=[meddle]).failed
+
+
 def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").touch()
     with pytest.raises(fl.UserError, match="holds no comparison"):

@@ -51,17 +51,21 @@ def compare(
     table = config.load(configuration, [*(assignments or ()), *([] if methods is None else ["method=fedavg"])])
     given = arguments(table)
     own, _ = given.pop("method"), given.pop("seed", None)
-    made = compared(
-        own if methods is None else methods,
-        seeds=seeds,
-        sweep=sweep,
-        baseline=baseline,
-        target=target,
-        out=out if out is not None else Path("runs") / f"{configuration.stem}-compare",
-        jobs=jobs,
-        progress=not (quiet or as_json),
-        **given,
-    )
+    try:
+        made = compared(
+            own if methods is None else methods,
+            seeds=seeds,
+            sweep=sweep,
+            baseline=baseline,
+            target=target,
+            out=out if out is not None else Path("runs") / f"{configuration.stem}-compare",
+            jobs=jobs,
+            progress=not (quiet or as_json),
+            **given,
+        )
+    except KeyboardInterrupt:
+        typer.echo("fedloom: stopped; the same command goes on where it stopped", err=True)
+        raise typer.Exit(130) from None
     found = made.tables
     if as_json:
         rows = {name: found[name].rows for name in found if name != "clients"}

@@ -18,6 +18,7 @@ from fedloom.engines.shipping import fingerprint
 from fedloom.errors import UnknownName, UserError
 from fedloom.options import Settings, default
 from fedloom.record import Method
+from fedloom.store import disk
 from fedloom.store.folder import flat
 
 
@@ -75,14 +76,30 @@ def compare(
         arguments.check(made)
     _go_on(comparison)
     comparison.save()
+    lock = disk.Lock(comparison.path)
+    try:
+        _play_missing(comparison, chosen, checked, base, jobs, progress)
+    finally:
+        lock.release()
+    comparison.write()
+    return comparison
+
+
+def _play_missing(
+    comparison: Comparison,
+    methods: Mapping[str, Method],
+    checked: list[dict[str, Any]],
+    base: Mapping[str, Any],
+    jobs: int | str,
+    progress: bool,
+) -> None:
+    """Plays the cells that are not done."""
     todo = [(c, made) for c, made in zip(comparison.cells, checked, strict=True) if c.state != "done"]
     count = resources.jobs_of(jobs, len(todo), todo[0][1] if todo else None)
-    work = [playing.Job(_sendable(chosen[c.method]), c.seed, c.options, c.path) for c, _ in todo]
+    work = [playing.Job(_sendable(methods[c.method]), c.seed, c.options, c.path) for c, _ in todo]
     for cell, _ in todo:
         cell.failure = ""
     _play(comparison, [c for c, _ in todo], work, base, count, progress)
-    comparison.write()
-    return comparison
 
 
 def _planned(

@@ -7,7 +7,7 @@ import multiprocessing as mp
 import os
 import signal
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection, wait
@@ -147,7 +147,7 @@ class Pool:
     def _start(self, count: int) -> None:
         context = mp.get_context("spawn")
         share = max(1, (os.cpu_count() or 1) // max(1, self.count))
-        with hidden_main(b"__main__" in self._content):
+        with hidden_main(b"__main__" in self._content), _unbroken():
             for _ in range(count):
                 mine, theirs = context.Pipe()
                 process = context.Process(target=serve, args=(theirs, share))
@@ -199,6 +199,20 @@ class Pool:
             if worker.process.is_alive():
                 worker.process.kill()
         self._workers.clear()
+
+
+@contextlib.contextmanager
+def _unbroken() -> Iterator[None]:
+    """Processes begun here do not hear the interrupt key, from their first moment: it is for this one, which ends them."""
+    try:
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    except ValueError:  # not in the main thread
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def serve(pipe: Connection, share: int) -> None:
