@@ -19,6 +19,7 @@ from fedloom.data.partitions import (
     quantity,
     shards,
 )
+from fedloom.data.pooled import from_rows
 from fedloom.data.preprocessing import Preprocess, Preprocessing
 from fedloom.data.rows import Inputs, Rows, concatenate
 from fedloom.data.scenes import street_scenes
@@ -45,6 +46,7 @@ __all__ = [
     "encode_table",
     "from_folder",
     "from_masks",
+    "from_rows",
     "from_table",
     "iid",
     "load",

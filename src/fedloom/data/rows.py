@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -96,10 +97,8 @@ def to_tensor(value: Any, what: str) -> Tensor:
             array = array.astype(np.int64)
         if not array.dtype.isnative:
             array = array.astype(array.dtype.newbyteorder("="))
-        with warnings.catch_warnings():
-            # Read-only arrays (memory maps, frombuffer) are never written to here.
-            warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-            tensor = torch.from_numpy(np.ascontiguousarray(array) if min(array.strides, default=0) < 0 else array)
+        array = np.ascontiguousarray(array) if min(array.strides, default=0) < 0 else array
+        tensor = torch.from_numpy(array) if array.flags.writeable else _read_only(array)
     if tensor.is_complex():
         raise UserError(
             f"{what} holds complex values; expected real numbers. Give real and imaginary parts as channels."
@@ -109,9 +108,18 @@ def to_tensor(value: Any, what: str) -> Tensor:
     return tensor
 
 
+def _read_only(array: Any) -> Tensor:
+    """A tensor on a read-only array (a memory map, a buffer), which is never written to here."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        return torch.from_numpy(array)
+
+
 def _finite(tensor: Tensor) -> bool:
     if not tensor.is_floating_point() or tensor.numel() == 0:
         return True
+    if tensor.numel() <= _CHUNK and math.isfinite(float(tensor.sum())):
+        return True  # one bad number would spoil the sum; a sum may overflow without one, so the others are looked at
     step = max(1, _CHUNK * len(tensor) // tensor.numel())
     return all(bool(torch.isfinite(tensor[i : i + step]).all()) for i in range(0, len(tensor), step))
 
@@ -139,9 +147,9 @@ def _labels(value: Any, what: str) -> Tensor:
     tensor = tensor.long()
     if tensor.dim() == 2 and tensor.shape[1] == 1:
         tensor = tensor[:, 0]
-    if len(tensor) and int(tensor.min()) < 0:
+    if len(tensor) and (least := int(tensor.min())) < 0:
         raise UserError(
-            f"{what} holds the negative label {int(tensor.min())}; expected classes 0 to K-1. "
+            f"{what} holds the negative label {least}; expected classes 0 to K-1. "
             "Renumber the classes (255 marks ignored pixels in segmentation)."
         )
     return tensor

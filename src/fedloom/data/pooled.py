@@ -1,0 +1,108 @@
+"""A federation from one array of rows: clients are pieces of it, so that a hundred thousand of them cost little."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from fedloom.data.federation import ClientData, Federation, Scale
+from fedloom.data.rows import Rows, make_rows, map_inputs
+from fedloom.data.splits import check_share, three_way
+from fedloom.errors import UserError
+from fedloom.rng import stream
+
+PARTS = ("train", "val", "test")
+
+
+def from_rows(
+    data: Any,
+    client: Any,
+    *,
+    split: Any = None,
+    test: float = 0.25,
+    val: float = 0.0,
+    seed: int = 0,
+    name: str = "rows",
+    classes: Sequence[str] | None = None,
+    scale: Scale | None = None,
+) -> Federation:
+    """A federation from one array of rows that says whose each is.
+
+    Rows are put in order of their clients once; each client's are then a piece of that array, not a copy.
+
+    Args:
+        data: `(x, y)`; x is an array, a tuple of arrays or a dict of arrays.
+        client: Whose each row is: whole numbers or words. Clients come in sorted order.
+        split: Of each row "train", "val" or "test"; without, `test` and `val` of a client's rows are cut off.
+        test: Share of a client's rows for testing, where `split` is not given.
+        val: Share of the rest for validation.
+        seed: Of the cut.
+        name: Where the data come from.
+        classes: Class names, by label.
+        scale: How uint8 inputs are scaled; x/255 only, without.
+
+    Example:
+        >>> x, y = np.zeros((6, 2), np.float32), np.array([0, 1, 0, 1, 0, 1])
+        >>> made = from_rows((x, y), ["b", "a", "b", "a", "b", "b"], split=["train"] * 4 + ["test"] * 2)
+        >>> made.ids, len(made["b"].train), len(made["b"].test), made["a"].test
+        (('a', 'b'), 2, 2, None)
+    """
+    rows = make_rows(data, "rows")
+    owner = np.asarray(client)
+    if owner.shape != (len(rows),) or owner.dtype.kind not in "iuU":
+        raise UserError(
+            f"client: got an array of shape {owner.shape} and type {owner.dtype}; expected whose each of the {len(rows)} rows is."
+        )
+    names, place = np.unique(owner, return_inverse=True)
+    ids = [str(n) for n in names.tolist()]
+    part = _given(split, len(rows)) if split is not None else _cut(rows, place, ids, test, val, seed)
+    order = np.lexsort((part, place))
+    index = torch.from_numpy(order)
+    sorted_rows = rows if bool((order[1:] > order[:-1]).all()) else rows.take(index)
+    counts = np.bincount(place * 3 + part, minlength=3 * len(ids))
+    ends = np.cumsum(counts).tolist()
+    made, start = [], 0
+    for k, key in enumerate(ids):
+        pieces: dict[str, Rows] = {}
+        for p, word in enumerate(PARTS):
+            end = ends[3 * k + p]
+            if end > start or word == "train":
+                pieces[word] = _piece(sorted_rows, start, end)
+            start = end
+        made.append(ClientData(key, **pieces))
+    return Federation(tuple(made), None, name, None if classes is None else tuple(classes), scale)
+
+
+def _piece(rows: Rows, start: int, end: int) -> Rows:
+    x = rows.x
+    piece = x[start:end] if isinstance(x, torch.Tensor) else map_inputs(lambda t: t[start:end], x)
+    return Rows(piece, rows.y[start:end])
+
+
+def _given(split: Any, count: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+    words = np.asarray(split)
+    found = np.full(words.shape, -1, np.int64)
+    for p, word in enumerate(PARTS):
+        found[words == word] = p
+    if words.shape != (count,) or (found < 0).any():
+        raise UserError(f"split: expected one of {', '.join(PARTS)} for each of the {count} rows.")
+    return found
+
+
+def _cut(
+    rows: Rows, place: np.ndarray[Any, Any], ids: Sequence[str], test: float, val: float, seed: int
+) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """The part of each row: a cut of every client's rows, by class where there are classes."""
+    check_share("test", test)
+    check_share("val", val)
+    y = rows.y
+    labels = y.numpy() if y.dim() == 1 and not y.is_floating_point() else np.zeros(len(rows), np.int64)
+    order = np.argsort(place, kind="stable")
+    found = np.zeros(len(rows), np.int64)
+    for key, mine in zip(ids, np.split(order, np.cumsum(np.bincount(place))[:-1]), strict=True):
+        _, off, checked = three_way(labels[mine], test, val, stream(seed, "split", key))
+        found[mine[checked]], found[mine[off]] = 1, 2
+    return found
