@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -141,30 +142,41 @@ class Book:
     def gains(self, series: Series) -> dict[str, float]:
         """What each client gains over training alone, by client (and seed, where the clients differ by it)."""
         found: dict[str, list[float]] = {}
-        several = self.populations > 1
         for run in series.runs:
             alone = self.alone(run)
             if alone is None or series.local:
                 continue
             for client, value in run.values.items():
                 if client in alone.values:
-                    key = f"{client} (seed {run.seed})" if several else client
-                    found.setdefault(key, []).append(self.sign * (value - alone.values[client]))
+                    found.setdefault(self.named(run, client), []).append(self.sign * (value - alone.values[client]))
         return {k: statistics.fmean(v) for k, v in found.items()}
 
     @cached_property
     def populations(self) -> int:
         """How many different federations the runs are of."""
-        return len({r.data for r in self.runs})
+        return len(self.federations)
 
     def of_clients(self, series: Series) -> dict[str, list[float]]:
         """The metric of each client at the end, over seeds where the clients are the same."""
-        several = self.populations > 1
         found: dict[str, list[float]] = {}
         for run in series.runs:
             for client, value in run.values.items():
-                found.setdefault(f"{client} (seed {run.seed})" if several else client, []).append(value)
+                found.setdefault(self.named(run, client), []).append(value)
         return found
+
+    def named(self, run: Run, client: str) -> str:
+        """A client's name, with what tells its federation from others where the runs are of several."""
+        tag = self.federations[run.data]
+        return f"{client} ({tag})" if tag else client
+
+    @cached_property
+    def federations(self) -> dict[str, str]:
+        """The different federations of the runs, each with what tells it from the others: ``alpha=0.1, seed=1``."""
+        tables = {text: flat(json.loads(text)) for text in dict.fromkeys(r.data for r in self.runs)}
+        keys = dict.fromkeys(k for t in tables.values() for k in t)
+        told = [k for k in keys if len({str(t.get(k)) for t in tables.values()}) > 1]
+        tags = {text: ", ".join(f"{k}={t[k]}" for k in told if k in t) for text, t in tables.items()}
+        return {text: tag[:60] for text, tag in tags.items()}
 
 
 def _settings(run: Run) -> tuple[tuple[str, str], ...]:

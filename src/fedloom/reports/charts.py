@@ -13,6 +13,10 @@ WIDTH = 560.0
 """Of a drawing that takes half of the page."""
 
 
+MANY = 120
+"""Clients from which on single bars cannot be told apart."""
+
+
 @dataclass(slots=True)
 class Curve:
     """A line with a band.
@@ -50,14 +54,14 @@ def curves(
     zero_line: bool = False,
 ) -> Drawing:
     """Lines with bands, each named at its end; pointing at the drawing tells the values."""
-    names = [short(c.label, 30) for c in lines]
+    names = [short(c.label, 34) for c in lines]
     right = 14 + (max(len(n) for n in names) * CHARACTER if len(lines) > 1 else 0)
     left, top, bottom = 52.0, 30.0, height - 40
     drawing = Drawing(width, height, label, "chart curves")
     xs = [v for c in lines for v in c.x]
     ys = [v for c in lines for v in [*c.y, *c.low, *c.high]]
     low, high = (min(xs), max(xs)) if xs else (0.0, 1.0)
-    x = Scale(low, high if high > low else low + 1, left, width - right)
+    x = Scale(low, high, left, width - right) if high > low else Scale(low - 0.5, low + 0.5, left, width - right)
     y = Scale(*spanned(ys, zero=zero or zero_line), bottom, top)
     drawing.y_axis(y, left, width - right, y_title)
     if zero_line:
@@ -173,17 +177,25 @@ def gains(
     drawing.y_axis(y, left, width - 8, title, 4)
     step = (width - 8 - left) / max(1, len(ordered))
     zero = y.at(0)
+    if len(ordered) > MANY:
+        for css in ("up", "down"):
+            edge = [
+                (left + (i + 0.5) * step, y.at(max(v, 0) if css == "up" else min(v, 0)))
+                for i, (_, v) in enumerate(ordered)
+            ]
+            drawing.area([(left, zero), *edge, (width - 8, zero)], [(left, zero), (width - 8, zero)], f"bar {css}")
+        ordered = []
     for i, (client, value) in enumerate(ordered):
         css = "up" if value > 0 else "down" if value < 0 else "same"
         tall = max(abs(y.at(value) - zero), 1.0)
         top_of = zero - tall if value >= 0 else zero
-        gap = 0.15 * step if len(ordered) <= 120 else 0.0
+        gap = 0.15 * step
         drawing.rect(left + i * step + gap, top_of, step - 2 * gap, tall, f"bar {css}", f"{client}: {value:+.4g}")
         if names:
             drawing.text(left + (i + 0.5) * step, bottom + 14, short(client, 7), "tick", "middle")
     drawing.line(left, zero, width - 8, zero, "axis")
     if not names:
-        drawing.text((left + width) / 2, height - 8, f"{len(ordered)} clients, in order", "label", "middle")
+        drawing.text((left + width) / 2, height - 8, f"{len(values):,} clients, in order", "label", "middle")
     return drawing
 
 

@@ -42,7 +42,11 @@ def _title(book: Book) -> str:
     labels = [s.label for s in book.series]
     data = next((str(r.sketch.get("name")) for r in book.runs if r.sketch.get("name")), "")
     data = data or str(book.runs[0].config.get("data", {}).get("name", ""))
-    what = labels[0] if len(labels) == 1 else f"{len(labels)} methods"
+    runs = [s.runs[0] for s in book.series]
+    methods, modes, settings = ({r.method for r in runs}, {r.mode for r in runs}, {r.setting for r in runs})
+    what = labels[0] if len(labels) == 1 else f"{len(methods)} methods" if len(methods) > 1 else next(iter(methods))
+    what += f" in {len(modes)} modes" if len(modes) > 1 else ""
+    what += f" in {len(settings)} settings" if len(settings) > 1 else ""
     return f"{what} on {data}" if data else what
 
 

@@ -230,7 +230,10 @@ def of_folder(path: Path, name: str = "", setting: str = "") -> Run:
         rows = read_clients(path)
     elif curves:
         last = curves[-1]
-        rows = [{"client": k, _primary(config): v} for k, v in last["clients"].items()]
+        known = {c["id"]: c for c in _sketch(path).get("clients", ())}
+        for client, value in last["clients"].items():
+            sizes = {f"n_{part}": known[client].get(part) for part in ("train", "test")} if client in known else {}
+            rows.append({"client": client, **sizes, _primary(config): value})
     if not finished and history:
         planned = config.get("rounds", "?")
         notes.append(f"not finished: {len(history)} of {planned} rounds; clients are shown as of the last evaluation")

@@ -107,6 +107,16 @@ def fixed(value: float | None) -> str:
     return f"{value:.4f}" if value is not None and abs(value) < 100 else number(value)
 
 
+def scaled(most: float) -> tuple[float, str]:
+    """The unit in which bytes up to so many are told, and its size.
+
+    Example:
+        >>> scaled(720), scaled(3e6)
+        ((1.0, 'B'), (1000000.0, 'MB'))
+    """
+    return next(((f, u) for f, u in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")) if most >= f), (1.0, "B"))
+
+
 def size(count: float) -> str:
     """Bytes for people.
 
@@ -114,10 +124,8 @@ def size(count: float) -> str:
         >>> size(0), size(1500), size(2.5e9)
         ('0 B', '1.5 kB', '2.5 GB')
     """
-    for factor, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if count >= factor:
-            return f"{count / factor:.3g} {unit}"
-    return f"{count:.0f} B"
+    factor, unit = scaled(count)
+    return f"{count / factor:.3g} {unit}"
 
 
 def short(text: str, most: int) -> str:

@@ -48,7 +48,7 @@ def distribution(book: Book) -> Section | None:
             gains,
             label=f"gain of every client of {s.label} over local training: {said}",
             title=f"gain in {word}",
-            names=len(gains) <= 20,
+            names=len(gains) <= 20 and max(map(len, gains)) <= 7,
             span=(min(every), max(every)),
         )
         panels.append(figure(drawing, s.label, said))
@@ -125,8 +125,7 @@ def client_table(book: Book) -> Section | None:
         columns[s.label] = {k: statistics.fmean(v) for k, v in book.of_clients(s).items()}
         for run in s.runs:
             for row in run.rows:
-                key = f"{row['client']} (seed {run.seed})" if book.populations > 1 else str(row["client"])
-                facts.setdefault(key, row)
+                facts.setdefault(book.named(run, str(row["client"])), row)
     if not facts:
         return None
     names = list(facts)
@@ -164,7 +163,7 @@ def client_table(book: Book) -> Section | None:
     hint = f"<p class='hint'>Press a head to sort; type to filter.{more}{fresh}</p>"
     tools = (
         "<p class='tools'><label>Filter clients <input type='search' id='client-filter' placeholder='part of a name'></label> "
-        f"<output id='client-count' for='client-filter'>{len(shown):,} clients</output></p>"
+        f"<output id='client-count' for='client-filter'>{len(shown):,} client{'s' if len(shown) != 1 else ''}</output></p>"
     )
     body = hint + tools + table(heads, shown, name="clients", css="clients tall", marks=marks)
     return Section("client-table", "Every client in numbers", body)

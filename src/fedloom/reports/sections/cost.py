@@ -9,7 +9,7 @@ from fedloom.reports.book import Book, Series
 from fedloom.reports.html import Section, figure, grid, table
 from fedloom.reports.scatter import Dot, scatter
 from fedloom.reports.sections.overview import worded
-from fedloom.reports.svg import Drawing, number, size
+from fedloom.reports.svg import Drawing, number, scaled, size
 
 
 def cost(book: Book) -> Section | None:
@@ -46,7 +46,11 @@ def cost(book: Book) -> Section | None:
     )
     if len(book.ranked) > 1:
         word = worded(book.metric)
-        for key, title, scale in (("bytes", "MB sent, both ways", 1e6), ("seconds", "seconds of training", 1.0)):
+        factor, unit = scaled(max(s.total("bytes_up") + s.total("bytes_down") for s in book.ranked))
+        for key, title, scale in (
+            ("bytes", f"{unit} sent, both ways", factor),
+            ("seconds", "seconds of training", 1.0),
+        ):
             plane = _front(book, key, title, scale, word)
             if plane is not None:
                 made.append(
@@ -130,7 +134,7 @@ def gap(book: Book) -> Section | None:
     heads = ["method", "centralised", "federated", "gap", "hybrid", "gap"]
     hint = (
         "<p class='hint'>The unification gap: how much better one model trained on all rows in one place is than the same method without "
-        "moving rows. A plug-in that closes it makes the second row's gap smaller than the first's.</p>"
+        "moving rows. Compare a method with and without a plug-in to see what the plug-in closes of it.</p>"
     )
     drawing = charts.bars(
         shown, label="unification gap by method and mode", title=f"gap in {worded(book.metric)} (0 where it is closed)"

@@ -21,13 +21,10 @@ _SEED = 0
 def sketches(book: Book) -> list[tuple[str, dict[str, Any]]]:
     """The different federations of the runs, each with a word on which it is."""
     found: dict[str, tuple[str, dict[str, Any]]] = {}
-    several = book.populations > 1
     for run in book.runs:
         if run.sketch and run.data not in found:
-            said = str(run.config.get("data", {}).get("partition", ""))
-            told = ", ".join(
-                filter(None, (str(run.sketch.get("name", "")), said, f"seed {run.seed}" if several else ""))
-            )
+            said = str(run.config.get("data", {}).get("partition", "")) if book.populations == 1 else ""
+            told = ", ".join(filter(None, (str(run.sketch.get("name", "")), said, book.federations[run.data])))
             found[run.data] = (told, run.sketch)
     return list(found.values())
 
@@ -36,7 +33,9 @@ def partition(book: Book) -> Section | None:
     """Rows and classes of each client."""
     made = []
     found = sketches(book)
-    for told, sketch in found[:3]:
+    half = len(found) > 1 and max(len(s["clients"]) for _, s in found) <= 20
+    most = 4 if half else 3
+    for told, sketch in found[:most]:
         clients = sketch["clients"]
         picked = (
             sorted(clients, key=lambda c: -sum(c["counts"]) or -c.get("train", 0))
@@ -47,7 +46,7 @@ def partition(book: Book) -> Section | None:
             picked = [picked[round(i * (len(picked) - 1) / (COLUMNS - 1))] for i in range(COLUMNS)]
         some = f"{COLUMNS} of {sketch['total']:,} clients, evenly chosen by size. " if sketch["total"] > COLUMNS else ""
         sizes = [c.get("train", 0) for c in clients]
-        facts = f"{sketch['total']:,} clients; {number(min(sizes))} to {number(max(sizes))} training rows, median {number(statistics.median(sizes))}."
+        facts = _sizes(sketch["total"], sizes)
         if sketch["cloud"]:
             facts += f" The server itself holds {number(sketch['cloud'])} rows."
         if sketch["classes"]:
@@ -58,12 +57,20 @@ def partition(book: Book) -> Section | None:
             rows, unit = [(c["id"], [c.get(p, 0) for p in ("train", "val", "test")]) for c in picked], "rows"
             said = f"{some}Rows for training, validation and test. {facts}"
         classes = sketch["classes"] or ["train", "val", "test"]
-        drawing = charts.shares(rows, classes, label=f"classes of each client, {told}: {facts}", unit=unit)
-        made.append(figure(drawing, told or "the clients", said, wide=True))
+        label = f"classes of each client, {told}: {facts}"
+        drawing = charts.shares(rows, classes, label=label, unit=unit, width=charts.WIDTH if half else 1140.0)
+        made.append(figure(drawing, told or "the clients", said, wide=not half))
     if not made:
         return None
-    more = f"<p class='hint'>{len(found) - 3} more partitions are not drawn.</p>" if len(found) > 3 else ""
-    return Section("partition", "Who has what", "".join(made) + more)
+    more = f"<p class='hint'>{len(found) - most} more partitions are not drawn.</p>" if len(found) > most else ""
+    return Section("partition", "Who has what", (grid(made) if half else "".join(made)) + more)
+
+
+def _sizes(total: int, rows: list[int]) -> str:
+    if total == 1:
+        return f"One client with {number(rows[0])} training rows."
+    middle = number(statistics.median(rows))
+    return f"{total:,} clients; {number(min(rows))} to {number(max(rows))} training rows, median {middle}."
 
 
 def projection(book: Book) -> Section | None:
@@ -76,30 +83,32 @@ def projection(book: Book) -> Section | None:
     explained = points["explained"]
     flat = [(a[0], a[1]) for a in points["at"]]
     titles = (f"first component, {explained[0]:.0%} of the variance", f"second, {explained[1]:.0%}")
-    made = [
-        figure(_by_client(sketch, flat, titles, "principal components"), "By client", _clients_said(sketch)),
-    ]
+    made = []
+    if sketch["total"] > 1:
+        drawing = _by_client(sketch, flat, titles, "principal components")
+        made.append(figure(drawing, "By client", _clients_said(sketch)))
     classes = _by_class(sketch, flat, titles, "principal components")
     if classes is not None:
         made.append(figure(classes, "By class", "A dot is a training row."))
     near = neighbours(points["at"])
     if near is not None:
         plain = ("t-SNE", "")
-        made.append(
-            figure(
-                _by_client(sketch, near, plain, "t-SNE"),
-                "By client, t-SNE",
-                "Neighbours stay neighbours; distances mean little.",
-            )
-        )
+        said = "Neighbours stay neighbours; distances mean little."
+        if sketch["total"] > 1:
+            made.append(figure(_by_client(sketch, near, plain, "t-SNE"), "By client, t-SNE", said))
         by = _by_class(sketch, near, plain, "t-SNE")
         if by is not None:
-            made.append(figure(by, "By class, t-SNE"))
+            made.append(figure(by, "By class, t-SNE", said))
+    if not made:
+        return None
     hint = f"<p class='hint'>{escape(told)}: {len(flat):,} training rows, evenly chosen from every client, on the principal components of their inputs.</p>"
     return Section("projection", "The clients' data in two dimensions", hint + grid(made))
 
 
 def _clients_said(sketch: dict[str, Any]) -> str:
+    who = sketch["points"]["client"]
+    if len(set(who)) == len(who):
+        return "A dot is a row of a client."
     return (
         "A dot is a training row."
         if sketch["total"] <= HUES

@@ -4,17 +4,32 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from html import escape
 
+from fedloom.comparison.statistics import interval
 from fedloom.reports import charts
 from fedloom.reports.book import Book, Series
 from fedloom.reports.html import Section, figure, grid, swatch, table
-from fedloom.reports.intervals import half_width
 from fedloom.reports.reading import Run
-from fedloom.reports.svg import fixed, number, size
+from fedloom.reports.svg import fixed, number, scaled, size
 
-WORDS = {"accuracy": "accuracy", "mse": "mean squared error", "auc": "AUC", "miou": "mIoU", "mf1": "mF1", "f1": "F1"}
+WORDS = {
+    "accuracy": "accuracy",
+    "mse": "MSE",
+    "mae": "MAE",
+    "rmse": "RMSE",
+    "auc": "AUC",
+    "miou": "mIoU",
+    "mf1": "mF1",
+    "f1": "F1",
+}
+
+
+def half(values: Sequence[float]) -> float | None:
+    """Half of the 95 % interval of a mean; None for fewer than two values."""
+    found = interval(values)
+    return None if found is None else found.half
 
 
 def worded(metric: str) -> str:
@@ -39,23 +54,21 @@ def _sentence(book: Book) -> str:
     if not book.ranked:
         return f"No run has been evaluated yet, so there is no {escape(word)} to show."
     best = book.ranked[0]
-    mean, half = best.mean, half_width(best.finals)
+    mean, width = best.mean, half(best.finals)
     run = best.runs[0]
     said = f"<strong>{escape(best.label)}</strong> reaches a mean {escape(word)} of <strong>{number(mean)}</strong>"
-    if half is not None:
-        said += f" ± {number(half, 2)} (95 % interval over {len(best.finals)} seeds)"
+    if width is not None:
+        said += f" ± {number(width, 2)} (95 % interval over {len(best.finals)} seeds)"
     clients = len(run.values)
-    said += (
-        f" over {clients} client{'s' if clients != 1 else ''}, each with its own model on its own test rows"
-        if clients
-        else ""
-    )
+    if clients:
+        said += " on the test rows of its one client" if clients == 1 else ""
+        said += f" over {clients} clients, each with its own model on its own test rows" if clients > 1 else ""
     gains = book.gains(best)
     if gains:
         up, down = sum(v > 0 for v in gains.values()), sum(v < 0 for v in gains.values())
         over = statistics.fmean(gains.values())
-        who = "client" if book.populations == 1 else "pair of client and seed"
-        said += f"; that is {over:+.4g} over training alone: {up} of {len(gains)} {who}s gain and {down} lose"
+        who = "clients" if book.populations == 1 else "clients (counted once for each partition)"
+        said += f"; that is {over:+.4g} over training alone: {up} of {len(gains)} {who} gain and {down} lose"
     elif best.local and len(book.series) > 1:
         said += "; no method here beats training alone on average"
     if len(book.ranked) > 1 and not book.comparisons and max(len(s.finals) for s in book.series) == 1:
@@ -70,7 +83,10 @@ def _tiles(book: Book) -> str:
     best, p = book.ranked[0], book.metric
     run = best.runs[0]
     tiles = [("mean over clients", number(best.mean)), ("worst tenth of clients", number(best.over(f"{p}_worst10")))]
-    tiles.append(("spread over clients (std)", number(best.over(f"{p}_std"))))
+    if len(run.values) == 1:
+        tiles = [("its one client", number(best.mean))]
+    else:
+        tiles.append(("spread over clients (std)", number(best.over(f"{p}_std"))))
     shared = best.over(f"global_{p}")
     if shared is not None:
         tiles.append(("one shared model, all test rows", number(shared)))
@@ -93,10 +109,10 @@ def _table(book: Book) -> str:
     rows = []
     order = [*book.ranked, *(s for s in book.series if s not in book.ranked)]
     for s in order:
-        mean, half = s.mean, half_width(s.finals)
+        mean, width = s.mean, half(s.finals)
         row: list[tuple[str, object]] = [(f"{swatch(s.css)} {escape(s.label)}", s.label), (_bold(s, book, mean), mean)]
         if seeds:
-            row += [(number(half, 2), half), (str(len(s.runs)), len(s.runs))]
+            row += [(number(width, 2), width), (str(len(s.runs)), len(s.runs))]
         row += [(fixed(v), v) for v in (s.over(f"{p}_std"), s.over(f"{p}_worst10"))]
         if local:
             gains = list(book.gains(s).values())
@@ -141,12 +157,14 @@ def learning(book: Book) -> Section | None:
         )
         drawing = charts.curves(own, label=f"{word} over rounds, by method", x_title="round", y_title=f"mean {word}")
         made.append(figure(drawing, "Clients' own models", said))
-    paid = _lines(book, lambda r: _paid(r, p)) if any(r.total("bytes_up") for r in book.runs) else []
+    most = max(r.total("bytes_up") + r.total("bytes_down") for r in book.runs)
+    factor, unit = scaled(most)
+    paid = _lines(book, lambda r: _paid(r, p, factor)) if most else []
     if paid and len(book.series) > 1:
         drawing = charts.curves(
             paid,
-            label=f"{word} by megabytes sent, by method",
-            x_title="MB sent, both ways",
+            label=f"{word} by what was sent, by method",
+            x_title=f"{unit} sent, both ways",
             y_title=f"mean {word}",
             whole=False,
         )
@@ -186,12 +204,15 @@ def _is(value: object) -> bool:
     return isinstance(value, (int, float)) and math.isfinite(value)
 
 
-def _paid(run: Run, key: str) -> list[tuple[float, float]]:
-    sent, found = 0.0, []
+def _paid(run: Run, key: str, factor: float) -> list[tuple[float, float]]:
+    sent = 0.0
+    found: list[tuple[float, float]] = []
+    if not run.total("bytes_up") + run.total("bytes_down"):
+        return found
     for record in run.history:
         sent += (record.get("bytes_up") or 0) + (record.get("bytes_down") or 0)
         if _is(record.get(key)):
-            found.append((sent / 1e6, record[key]))
+            found.append((sent / factor, record[key]))
     return found
 
 
@@ -207,7 +228,7 @@ def _lines(book: Book, of: Callable[[Run], list[tuple[float, float]]], *, client
         y = [statistics.fmean(b for _, b in at) for at in by]
         curve = charts.Curve(s.label, s.css, x, y, index=s.index)
         if len(runs) > 1:
-            halves = [half_width([b for _, b in at]) or 0.0 for at in by]
+            halves = [half([b for _, b in at]) or 0.0 for at in by]
             curve.low = [v - h for v, h in zip(y, halves, strict=True)]
             curve.high = [v + h for v, h in zip(y, halves, strict=True)]
         elif clients:

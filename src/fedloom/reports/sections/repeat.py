@@ -44,9 +44,9 @@ def tables(book: Book) -> Section | None:
     """The tables that a comparison wrote."""
     made = []
     for comparison in book.comparisons:
-        for path in sorted(comparison.path.glob("*.md")):
-            text = path.read_text(encoding="utf-8", errors="replace")
-            made.append(f"<h3 class='sub'>{escape(path.stem.replace('_', ' '))}</h3>{_markdown(text)}")
+        for path in sorted((comparison.path / "tables").glob("*.md"), key=lambda p: (p.stem != "summary", p.stem)):
+            title, _, text = path.read_text(encoding="utf-8", errors="replace").strip().partition("\n")
+            made.append(f"<h3 class='sub'>{escape(title[:1].upper() + title[1:])}</h3>{_markdown(text)}")
     return Section("tables", "Tables of the comparison", "".join(made)) if made else None
 
 
@@ -61,7 +61,7 @@ def _markdown(text: str) -> str:
         head, *body = rows
         body = [r for r in body if not all(set(c) <= set(":- ") for c in r)]
         heads = "".join(f"<th scope='col'>{_plain(c)}</th>" for c in head)
-        lines = "".join(f"<tr>{''.join(f'<td>{_plain(c)}</td>' for c in r)}</tr>" for r in body)
+        lines = "".join(f"<tr>{''.join(_cell(c) for c in r)}</tr>" for r in body)
         out.append(f"<div class='scroll'><table><thead><tr>{heads}</tr></thead><tbody>{lines}</tbody></table></div>")
         rows.clear()
 
@@ -77,6 +77,11 @@ def _markdown(text: str) -> str:
             out.append(f"<p class='hint'>{_plain(stripped)}</p>")
     close()
     return "".join(out)
+
+
+def _cell(text: str) -> str:
+    shown = f"<strong>{_plain(text)}</strong>" if text.startswith("**") else _plain(text)
+    return f"<td>{shown}</td>"
 
 
 def _plain(text: str) -> str:
