@@ -1,0 +1,103 @@
+"""The experiments under papers/: their log, their tables, and a tiny run of each that needs no data from elsewhere."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import fedloom as fl
+from papers.beyond import stacks
+from papers.fedaims import table2
+from papers.fedlag import maps
+from papers.fedmap import synthetic
+from papers.lib import study, tables
+from papers.omniisr import hybrid, small, table7
+
+CASES = [{"name": name, "seed": seed} for seed in (0, 1) for name in ("a", "b")]
+
+
+def options(**changes: Any) -> argparse.Namespace:
+    return argparse.Namespace(**{"stop_after": math.inf, "shard": "0/1", "device": "cpu", "every": 0, **changes})
+
+
+def test_finished_runs_are_not_repeated_and_shards_share_a_log(tmp_path: Path) -> None:
+    log, made = tmp_path / "log.jsonl", []
+
+    def run(case: study.Case) -> dict[str, Any]:
+        made.append((case["name"], case["seed"]))
+        return {"accuracy": 0.5}
+
+    study.play(CASES, run, log, options(shard="1/2"))
+    assert made == [("b", 0), ("b", 1)]
+    study.play(CASES, run, log, options())
+    study.play(CASES, run, log, options())
+    assert sorted(made) == [("a", 0), ("a", 1), ("b", 0), ("b", 1)]
+    assert len(study.read(log)) == 4
+
+
+def test_no_run_begins_that_would_end_too_late_and_a_failed_one_is_a_line(tmp_path: Path) -> None:
+    def run(case: study.Case) -> dict[str, Any]:
+        if case["name"] == "a":
+            raise fl.RunError("all replies were rejected")
+        return {"accuracy": 0.5}
+
+    log = tmp_path / "log.jsonl"
+    study.play(CASES, run, log, options())
+    assert [line["found"].get("failed") for line in study.read(log)] == ["all replies were rejected", None] * 2
+    assert list(tables.by(study.read(log), "name")) == [("b",)]
+    study.play(CASES, run, tmp_path / "other.jsonl", options(stop_after=-1.0))
+    assert study.read(tmp_path / "other.jsonl") == []
+
+
+def test_differences_are_paired_by_seed() -> None:
+    def lines(values: dict[int, float]) -> list[dict[str, Any]]:
+        return [{"case": {"seed": s}, "found": {"accuracy": v}} for s, v in values.items()]
+
+    found = tables.difference(lines({2: 0.9, 0: 0.5, 7: 0.1}), lines({0: 0.4, 2: 0.95}), "accuracy")
+    assert found == pytest.approx([0.1, -0.05])
+    assert tables.signed(found) == "+2.50 ± 10.61 (1/2)"
+    assert tables.spread([0.5]) == "50.00 (1 seed)"
+    assert tables.spread([]) == "–"
+
+
+def test_fewer_rows_of_recordings_stay_in_order() -> None:
+    scenes = fl.data.load("street_scenes", towns=2, frames=6, length=3, size=(16, 24))
+    few = study.shrunk(scenes, 5)
+    assert len(few.train) == 5
+    assert few.sequences is not None
+    assert (few.sequences[1:] >= few.sequences[:-1]).all()
+
+
+@pytest.mark.parametrize("module", [table7, hybrid, small, stacks, table2], ids=lambda m: m.__name__)
+def test_a_tiny_run_of_each(module: Any, tmp_path: Path) -> None:
+    chosen = options(
+        seeds=[0], only=None, rounds=2, rows=None, data="digits", alpha=0.5, clients=4, lr=0.05, precision="fp32",
+        isr=["on"] if module is hybrid else "isr", fractions=[0.2], part="table" if module is table2 else "kappa",
+        participation=["0.2"], classes=None,
+    )  # fmt: skip
+    images = study.shrunk(fl.data.load("digits"), 200)
+    case = list(module.cases(chosen))[3]
+    log = tmp_path / "log.jsonl"
+    study.play([case], lambda c: module.run(c, images, chosen), log, chosen)
+    (line,) = study.read(log)
+    assert 0 <= line["found"]["accuracy"] <= 1
+    assert line["case"] == json.loads(json.dumps(case))
+    assert isinstance(module.report(log), str)
+
+
+def test_conflict_is_rarer_where_users_are_alike() -> None:
+    found = {s: maps.toy({"part": "toy", "setting": s, "seed": 0, "rounds": 5}) for s in ("iid", "skewed")}
+    assert found["iid"]["cosine"] > found["skewed"]["cosine"] + 0.2
+
+
+@pytest.mark.filterwarnings("ignore:fedbn")
+def test_fedbn_is_fedavg_on_a_network_without_normalisation() -> None:
+    """FedMAP prints 63.28 for one and 54.66 for the other."""
+    case = {"skew": "label", "seed": 0, "rounds": 1, "epochs": 1, "nuisance": 9.0}
+    a, b = (synthetic.run({**case, "method": m}, "auto") for m in ("fedavg", "fedbn"))
+    assert a["balanced_accuracy_clients"] == b["balanced_accuracy_clients"]
