@@ -123,7 +123,9 @@ def report(log: Path) -> str:
             [str(setting), *(tables.spread(tables.values(found, m).values(), 1, 3) for m in ("conflict", "cosine", "tilt", "global_accuracy"))]
             for (setting,), found in tables.by(shown, "setting").items()
         ]  # fmt: skip
-        texts.append(tables.markdown(["toy set", "conflicting pairs", "mean cosine", "size of w1 / w2", "accuracy"], rows))
+        texts.append(
+            tables.markdown(["toy set", "conflicting pairs", "mean cosine", "size of w1 / w2", "accuracy"], rows)
+        )
     shown = [x for x in lines if x["case"]["part"] == "maps"]
     if shown:
         depth = max(sum(k.startswith("layer ") for k in x["found"]) for x in shown)
