@@ -11,6 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from fedloom import diagnostics, evaluation, newcomers, rng, run
 from fedloom.diagnostics.probe import Probe
+from fedloom.engines.vectorised import VectorisedEngine
 from fedloom.errors import RunError
 from fedloom.modes import Hybrid
 from fedloom.options import Evaluate
@@ -60,6 +61,7 @@ class Session:
     fresh: dict[str, Metrics] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     _whole: bool = False
+    _events: int = 0
     _own: dict[str, Metrics] = field(default_factory=dict)
     _good: Snapshot | None = None
 
@@ -88,11 +90,13 @@ class Session:
 
             def after(record: Record) -> bool:
                 self.history.append(record)
+                self._record_memory(record)
                 answers = [c(record) for c in self.callbacks]
                 stop = any(a is True for a in answers) or self._patient()
                 last = stop or record["round"] == total
                 if last and not self._whole:
                     record |= self._evaluate(last=True)
+                    self._record_memory(record)
                 self._good = self.snapshot()
                 if isinstance(self.state.clients, ClientStore):
                     self.state.clients.mark()
@@ -122,6 +126,13 @@ class Session:
             bar.console.print(
                 f"one round took {record['seconds_total']:.1f} s; {total - 1} more take about {_span(seconds)}"
             )
+
+    def _record_memory(self, record: Record) -> None:
+        """Puts into a round's record each time that memory ran out in it."""
+        engine = self.state.engine
+        if isinstance(engine, VectorisedEngine) and len(engine.events) > self._events:
+            record["out_of_memory"] = engine.events[self._events :]
+            self._events = len(engine.events)
 
     def _play(self, round: int) -> Record:
         hybrid = self.hybrid

@@ -16,6 +16,7 @@ from fedloom.data import ClientData, Federation, concatenate
 from fedloom.data.augment import Augmentation, augment_table, augmentation
 from fedloom.diagnostics.probe import Probe
 from fedloom.engines import Engine, LoopEngine, choice
+from fedloom.engines.vectorised import VectorisedEngine
 from fedloom.errors import UserError
 from fedloom.modes import CLOUD, POOL, Hybrid, Mixing
 from fedloom.network import Network
@@ -185,6 +186,8 @@ def fit(
         progress=progress,
         notes=list(notes),
     )
+    if isinstance(state.engine, VectorisedEngine):
+        state.engine.told = lambda wave: _halved(full, session.folder, wave)
     state.clients = ClientStore(device=where) if session.folder is None else session.folder.clients(where)
     try:
         if session.folder is not None and session.folder.finished:
@@ -200,6 +203,13 @@ def fit(
     finally:
         if session.folder is not None:
             session.folder.close()
+
+
+def _halved(full: Table, folder: RunFolder | None, wave: int) -> None:
+    """Records that memory ran out, before the run goes on with smaller waves."""
+    full["resolved"]["plan"]["halved"] = wave
+    if folder is not None and folder.begun:
+        folder.amend({"halved": wave})
 
 
 def _saved_plan(out: str | Path | None, resume: bool) -> Table | None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import tomllib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -108,6 +111,37 @@ def test_out_of_memory_halves_the_wave_and_says_so(monkeypatch: pytest.MonkeyPat
     events = engine.facts()["events"]
     assert "round 1: out of memory with 5 clients, waves of 3 from now on" in events
     assert engine.facts()["wave"] == 2
+
+
+def test_out_of_memory_is_recorded_before_the_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In run.toml at once, in the round's record, and obeyed by a run that is resumed."""
+    plain, seen = Desk.run, list[Any]()
+
+    def run(desk: Desk, program: Any) -> None:
+        if desk.post.round == 2 and len(desk.participants) > 2:
+            raise torch.OutOfMemoryError("no room")
+        if desk.post.round == 2 and (tmp_path / "run.toml").exists():
+            seen.append(tomllib.loads((tmp_path / "run.toml").read_text())["resolved"]["plan"]["halved"])
+        plain(desk, program)
+
+    def crash(record: dict[str, Any]) -> None:
+        if record["round"] == 3:
+            raise KeyboardInterrupt
+
+    options: dict[str, Any] = {"rounds": 4, "engine": "vectorised", "progress": False, "evaluate": {"every": 0}}
+    data, model = federation((9, 14, 5, 6, 8)), mlp()
+    with monkeypatch.context() as patch:
+        patch.setattr(Desk, "run", run)
+        with pytest.raises(KeyboardInterrupt):
+            fl.fit("fedper", model, data, **options, out=tmp_path, callbacks=[crash])
+    assert seen[0] == 2, "the halved wave was not written before its clients were tried again"
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [len(r.get("out_of_memory", ())) for r in records] == [0, 2]
+    result = fl.fit("fedper", model, data, **options, out=tmp_path, resume=True)
+    assert result.config["resolved"]["plan"]["halved"] == 2
+    assert result.run.engine.wave == 2
+    loop = fl.fit("fedper", model, data, **options | {"engine": "loop"})
+    assert gap(everything(result), everything(loop)) < 1e-4
 
 
 def poisoned(data: fl.Federation, client: str, value: float) -> fl.Federation:

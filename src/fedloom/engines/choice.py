@@ -41,6 +41,7 @@ class Plan:
         wave: most clients side by side; 0 where that does not apply.
         single: whether the loop engine computes with one thread, so that the number of workers changes nothing.
         unpadded: whether batches of unequal length run one length at a time.
+        halved: most clients side by side since memory ran out; 0 where it never did.
         why: one line.
     """
 
@@ -50,6 +51,7 @@ class Plan:
     wave: int = 0
     single: bool = False
     unpadded: bool = False
+    halved: int = 0
     why: str = ""
 
     def record(self) -> dict[str, Any]:
@@ -173,7 +175,7 @@ def resolve(
 def _again(run: Run, plan: Plan, head: str | None) -> tuple[Engine, Plan]:
     """The engine of a plan that was resolved before."""
     if plan.engine == "vectorised":
-        return VectorisedEngine(step=plan.step, unpadded=plan.unpadded), plan
+        return VectorisedEngine(step=plan.step, wave=plan.halved or None, unpadded=plan.unpadded), plan
     return (WorkersEngine(run, plan.workers, head=head) if plan.workers else LoopEngine(single=plan.single)), plan
 
 

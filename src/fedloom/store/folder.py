@@ -86,6 +86,14 @@ class RunFolder:
         if not (self.path / DATA).exists():
             disk.write(self.path / DATA, json.dumps(finite(sketch()), allow_nan=False).encode())
 
+    def amend(self, changes: Table) -> None:
+        """Changes what was resolved, under ``[resolved.plan]``."""
+        import tomli_w
+
+        table = self.config()
+        table["resolved"]["plan"] |= changes
+        disk.write(self.path / RUN, tomli_w.dumps(table).encode())
+
     def check_same(self, config: Table) -> None:
         """Refuses to go on with another configuration, naming the keys that differ."""
         old, new = flat(self.config()), flat(config)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -30,6 +30,10 @@ class VectorisedEngine:
             CUDA, elsewhere traced where the run is long enough to pay.
         wave: most clients side by side; None for the rule of :mod:`fedloom.engines.vectorised.waves`.
         unpadded: batches of unequal length are made one length at a time, for models in which rows see each other.
+
+    Attributes:
+        events: each time that memory ran out, in words.
+        told: called with the new size of waves when memory has run out, before the clients are tried again.
     """
 
     name = "vectorised"
@@ -42,6 +46,7 @@ class VectorisedEngine:
         self.traces = None if step == "mapped" else Traces(TRACE_STEPS if step == "auto" else 1, step == "compiled")
         self.arenas = Arenas()
         self.events: list[str] = []
+        self.told: Callable[[int], None] | None = None
 
     def run_cohort(
         self, bound: Bound, work: Work, program: Program, post: Post, participants: Sequence[Participant]
@@ -74,13 +79,17 @@ class VectorisedEngine:
                     f"round {post.round}: a single client does not fit into the device's memory ({error}); "
                     "use smaller batches or a smaller model"
                 ) from error
-            self.wave = -(-len(wave) // 2)
+            half = -(-len(wave) // 2)
+            self.wave = half if self.wave is None else min(half, self.wave)
             self.events.append(
                 f"round {post.round}: out of memory with {len(wave)} clients, waves of {self.wave} from now on"
             )
         # Outside of the handler: its exception holds the tensors that did not fit.
+        if self.told is not None:
+            self.told(self.wave)
         self.pools.clear()
+        self.arenas.known.clear()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-        halves = (wave[: self.wave], wave[self.wave :])
+        halves = (wave[:half], wave[half:])
         return [reply for half in halves for reply in self._wave(bound, work, program, post, half)]
