@@ -104,7 +104,7 @@
         row.hidden = !row.cells[0].textContent.toLowerCase().includes(wanted);
         count += !row.hidden;
       }
-      document.getElementById("client-count").textContent = `${count.toLocaleString("en")} clients`;
+      document.getElementById("client-count").textContent = `${count.toLocaleString("en")} client${count === 1 ? "" : "s"}`;
     });
   }
   document.body.dataset.ready = "yes";

@@ -25,7 +25,7 @@ def cost(book: Book) -> Section | None:
             figure(
                 drawing,
                 "Bytes",
-                "Tensors that really travel, a broadcast counted once per client. Point at a part to see its kind.",
+                "Blue: from the clients; grey: to them. Tensors that really travel, a broadcast counted once per client.",
             )
         )
     time = [
@@ -53,9 +53,10 @@ def cost(book: Book) -> Section | None:
         ):
             plane = _front(book, key, title, scale, word)
             if plane is not None:
-                made.append(
-                    figure(plane, f"{word} against {key}", "On the line: no method is both better and cheaper.")
+                said = (
+                    "On the line: no other method is both better and cheaper." if 'class="front"' in str(plane) else ""
                 )
+                made.append(figure(plane, f"{word} against {key}", said))
     return Section("cost", "At what price", grid(made)) if made else None
 
 
