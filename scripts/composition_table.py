@@ -30,6 +30,7 @@ binds to a small network with batch normalisation (two hidden layers, three clas
 The rules behind it: additions (terms, upload stages, server stages, personal leaves) never clash, replacements (data term,
 reducer of an entry, receive rule, predict route, gate, a program) can each be made once, a leaf has one owner for its sharing,
 and two parts may not keep memory under one name. Upload and server stages run in the order written; terms commute.
+`account` stands for `clip + noise + account`: it counts what the two before it are worth, and is written last.
 """
 
 
@@ -44,6 +45,11 @@ def plugins() -> list[str]:
     """Plug-ins that can be made without arguments."""
     empty = inspect.Parameter.empty
     return [n for n in fl.list_plugins() if empty not in fl.describe(n).parameters.values()]
+
+
+def written(plugin: str) -> str:
+    """A plug-in as it is stacked on a method: `account` comes with what it accounts for."""
+    return "clip + noise + account" if plugin == "account" else plugin
 
 
 def refusal(text: str) -> str | None:
@@ -72,6 +78,9 @@ def tidy(reason: str) -> str:
     reason = re.sub(r"<function .*? at 0x[0-9a-f]+> ", "", reason)
     reason = re.sub(r" in '[^']*',", ",", reason)
     reason = re.sub(r"^which ", "the method ", reason)
+    reason = re.sub(r"also sends '\w+': no noise", "also sends what no noise", reason).replace(
+        "noise covers it", "noise covers"
+    )
     return reason.partition("; leave one")[0].partition("; leaves are")[0].replace("'", "`").replace("|", "\\|")
 
 
@@ -86,7 +95,7 @@ def table(title: str, rows: dict[str, str], columns: list[str], reasons: list[st
     for label, base in rows.items():
         cells = []
         for column in columns:
-            reason = refusal(f"{base} + {column}")
+            reason = refusal(f"{base} + {written(column)}")
             if reason is not None and reason not in reasons:
                 reasons.append(reason)
             cells.append("✓" if reason is None else str(reasons.index(reason) + 1))
@@ -99,7 +108,7 @@ def page() -> str:
     columns, reasons = plugins(), []
     methods = {n: n for n in fl.list_methods()}
     lines = table("Methods and plug-ins", methods, columns, reasons)
-    pairs = {n: f"fedavg + {n}" for n in columns}
+    pairs = {n: f"fedavg + {written(n)}" for n in columns}
     lines += table("Plug-in after plug-in, on `fedavg`: first the row, then the column", pairs, columns, reasons)
     lines += ["## Reasons", "", *(f"{i}. {reason}" for i, reason in enumerate(reasons, start=1)), ""]
     return HEAD + "\n" + "\n".join(lines)

@@ -55,6 +55,7 @@ from fedloom.methods import (
 )
 from fedloom.optim import adam, adamw, sgd
 from fedloom.plugins import (
+    account,
     aims,
     clip,
     compress,
@@ -94,6 +95,7 @@ __all__ = [
     "Task",
     "UnknownName",
     "UserError",
+    "account",
     "adam",
     "adamw",
     "affine",

@@ -11,9 +11,12 @@ Two kinds, both stateless, so that a checkpoint holds no generator and no global
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
 from typing import TypeVar
 
 import numpy as np
@@ -152,3 +155,27 @@ def normal(key: Tensor, shape: Sequence[int], dtype: torch.dtype = torch.float32
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     radius = (-2.0 * torch.log1p(-uniform(fold(key, 1), shape, wide))).sqrt()
     return (radius * torch.cos(2.0 * math.pi * uniform(fold(key, 2), shape, wide))).to(dtype)
+
+
+_SECRET: ContextVar[bool] = ContextVar("secret", default=False)
+
+
+@contextlib.contextmanager
+def from_system() -> Iterator[None]:
+    """Inside, `secret_normal` draws from the operating system: for deployments, where others know the seed."""
+    token = _SECRET.set(True)
+    try:
+        yield
+    finally:
+        _SECRET.reset(token)
+
+
+def secret_normal(key: Tensor, shape: Sequence[int]) -> Tensor:
+    """Standard normal numbers for privacy: as `normal`, or unpredictable inside `from_system`."""
+    if not _SECRET.get():
+        return normal(key, shape)
+    count = math.prod(shape)
+    # 53 bits each, moved off zero by half a step: the logarithm is finite.
+    words = np.frombuffer(os.urandom(16 * count), np.uint64).reshape(2, *shape) >> np.uint64(11)
+    first, second = (words.astype(np.float64) + 0.5) / 2.0**53
+    return torch.from_numpy(np.sqrt(-2.0 * np.log(first)) * np.cos(2.0 * math.pi * second)).to(key.device)

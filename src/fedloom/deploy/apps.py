@@ -44,7 +44,7 @@ def workshop(config: SiteConfig, text: str, only: set[str] | None = None) -> Wor
         }
     except UserError as error:
         raise Refusal(Code.DATA, str(error)) from None
-    return Workshop(config.site, benches, SiteStore(config.store, device), config.share_rows)
+    return Workshop(config.site, benches, SiteStore(config.store, device), config.share_rows, secret=True)
 
 
 def _check(config: SiteConfig, plan: Plan, text: str) -> None:

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from flwr.serverapp import Grid
 
-from fedloom import evaluation, run, sampling, server, tree
+from fedloom import evaluation, rng, run, sampling, server, tree
 from fedloom.data import ClientData, Rows
 from fedloom.deploy.plan import Plan
 from fedloom.deploy.records import RunRecords, show
@@ -178,7 +178,8 @@ class Course:
                 log.warning("round %d, %s: site %s: %s", round, self.key, bad["client"], bad["reason"])
             return {"mode": self.plan.mode, **facts}
 
-        run.rounds(self.run, self.plan.rounds, play, evaluate=self.judge, after=self._after)
+        with rng.from_system():  # sites know the seed; noise that protects them from each other must not come from it
+            run.rounds(self.run, self.plan.rounds, play, evaluate=self.judge, after=self._after)
 
     def _after(self, record: Record) -> bool:
         alpha = None if self.hybrid is None else self.hybrid.alpha

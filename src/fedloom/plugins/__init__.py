@@ -8,13 +8,14 @@ from fedloom.plugins.isr import isr
 from fedloom.plugins.lag import lag
 from fedloom.plugins.map_prior import map_prior
 from fedloom.plugins.personal import personal
-from fedloom.plugins.privacy import clip, noise
+from fedloom.plugins.privacy import account, clip, noise
 from fedloom.plugins.prototypes import prototypes
 from fedloom.plugins.proximal import proximal
 from fedloom.plugins.robust import robust
 from fedloom.plugins.server_momentum import server_momentum
 
 __all__ = [
+    "account",
     "aims",
     "clip",
     "compress",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 from collections.abc import Callable, Mapping
@@ -15,6 +16,7 @@ from flwr.app import Message as FlowerMessage
 from flwr.clientapp import ClientApp
 
 import fedloom
+from fedloom import rng
 from fedloom.bound import Bound
 from fedloom.client import Desk
 from fedloom.engines.flower import programs as named
@@ -58,12 +60,14 @@ class Workshop:
         store: the site's own folder.
         share_rows: whether outputs and targets of test rows may leave, so that the server can pool them; without, the
             metrics of such tasks are computed here and only they leave.
+        secret: whether noise that protects the site is drawn from the operating system, not from the run's seed.
     """
 
     name: str
     benches: Mapping[str, Bench]
     store: SiteStore
     share_rows: bool = False
+    secret: bool = False
 
     def facts(self) -> dict[str, Any]:
         """What a site says of itself: numbers of rows, its version, and which models it has."""
@@ -102,7 +106,8 @@ class Workshop:
         program = named.programs(bound).get(job.program)
         if not program:
             raise Refusal(Code.UNKNOWN_JOB, f"no program {job.program!r}")
-        desk.run(program)
+        with rng.from_system() if self.secret else contextlib.nullcontext():
+            desk.run(program)
         (reply,) = desk.replies()
         if named.trains(job.program):
             named.check_leaving(reply.message, bench.declared(job.stage, job.program), reply.state.leaves)
