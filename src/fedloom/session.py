@@ -11,8 +11,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from fedloom import diagnostics, evaluation, newcomers, rng, run
 from fedloom.diagnostics.probe import Probe
+from fedloom.engines.distributed import Ranks
 from fedloom.engines.vectorised import VectorisedEngine
 from fedloom.errors import RunError
+from fedloom.loggers import Logger
 from fedloom.modes import Hybrid
 from fedloom.options import Evaluate
 from fedloom.run import Record, Run
@@ -44,7 +46,9 @@ class Session:
         folder: where it is written, if anywhere.
         new: clients that never take part.
         callbacks: called with each round's record; one that returns True stops the run.
+        loggers: told of each round when its record is complete.
         progress: whether a bar is shown.
+        ranks: the processes of the run, where there are several.
         history: the rounds so far.
     """
 
@@ -56,7 +60,9 @@ class Session:
     folder: RunFolder | None = None
     new: Mapping[str, Site] = field(default_factory=dict)
     callbacks: Sequence[Callback] = ()
+    loggers: Sequence[Logger] = ()
     progress: bool = True
+    ranks: Ranks | None = None
     history: list[Record] = field(default_factory=list)
     fresh: dict[str, Metrics] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -93,6 +99,7 @@ class Session:
                 self._record_memory(record)
                 answers = [c(record) for c in self.callbacks]
                 stop = any(a is True for a in answers) or self._patient()
+                stop = stop if self.ranks is None else bool(self.ranks.agree(stop))
                 last = stop or record["round"] == total
                 if last and not self._whole:
                     record |= self._evaluate(last=True)
@@ -104,6 +111,8 @@ class Session:
                     self.folder.append(record, {n: m.get(p) for n, m in self._own.items()})
                     self._own = {}
                     self.folder.checkpoint(self._good, last=last)
+                for logger in self.loggers:
+                    logger.log(record)
                 value = record.get(p)
                 shown = "" if value is None else f"  {p} {value:.4f}"
                 bar.update(line, advance=1, description=f"{text}{shown}")
@@ -129,7 +138,7 @@ class Session:
 
     def _record_memory(self, record: Record) -> None:
         """Puts into a round's record each time that memory ran out in it."""
-        engine = self.state.engine
+        engine = getattr(self.state.engine, "inner", self.state.engine)
         if isinstance(engine, VectorisedEngine) and len(engine.events) > self._events:
             record["out_of_memory"] = engine.events[self._events :]
             self._events = len(engine.events)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import platform
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -12,12 +13,15 @@ import torch
 from torch import nn
 
 from fedloom import building, config, diagnostics, expr, newcomers, sampling, server, tasks
+from fedloom import loggers as logging
 from fedloom.data import ClientData, Federation, concatenate
 from fedloom.data.augment import Augmentation, augment_table, augmentation
 from fedloom.diagnostics.probe import Probe
-from fedloom.engines import Engine, LoopEngine, choice
+from fedloom.engines import Engine, LoopEngine, choice, distributed
+from fedloom.engines.distributed import DistributedEngine
 from fedloom.engines.vectorised import VectorisedEngine
 from fedloom.errors import UserError
+from fedloom.loggers import Logger
 from fedloom.modes import CLOUD, POOL, Hybrid, Mixing
 from fedloom.network import Network
 from fedloom.optim import Optimizer
@@ -66,6 +70,7 @@ def fit(
     resume: bool = False,
     progress: bool = True,
     callbacks: Sequence[Callable[[Record], object]] = (),
+    loggers: Sequence[str | Logger] = (),
 ) -> Result:
     """Trains a method on a federation.
 
@@ -103,6 +108,7 @@ def fit(
         resume: go on with what is in ``out``; the finished run is identical to one that was never interrupted.
         progress: whether a bar is shown (on terminals).
         callbacks: called with the record of each round; one that returns True stops the run.
+        loggers: where else its numbers go: ``"tensorboard"``, ``"mlflow"``, or an object like :class:`fedloom.loggers.Logger`.
 
     Returns:
         The result: history, clients, models, summary.
@@ -129,7 +135,9 @@ def fit(
         "workers": workers,
         "deterministic": deterministic,
         "optimizer_state": optimizer_state,
+        "loggers": tuple(name for name in loggers if isinstance(name, str)),
     }
+    told = logging.named(loggers)
     settings = read(Settings, plain, "")
     judging, asking = (
         read(Evaluate, evaluate or {}, "evaluate"),
@@ -142,6 +150,8 @@ def fit(
         raise UserError("resume=True needs out='folder', the folder of the run to go on with")
     if mode != "centralised" and optimizer_state == "keep":
         raise UserError("optimizer_state='keep' is for mode='centralised'; clients begin each round with a fresh state")
+    ranks = distributed.joined()
+    first = ranks is None or ranks.first
     where = building.device_of(device)
     federation, data_table, judging = _data(data, judging, seed)
     made, model_table = _model(model, federation, goal, head)
@@ -154,8 +164,10 @@ def fit(
     )
     state = _run(chosen, net, goal, there, settings, sgd, where)
     state.work = replace(state.work, augment=changes)
+    saved = _saved_plan(out, resume) if first else None
+    saved = saved if ranks is None else ranks.agree(saved)
     state.engine, plan = choice.resolve(
-        state, engine, workers=settings.workers, head=model_table.get("head"), saved=_saved_plan(out, resume)
+        state, engine, workers=settings.workers, head=model_table.get("head"), saved=saved
     )
     state.participation, state.moments = asking, tuple(m for m in ("before", "after") if m in judging.moments)
     if asking.trace is not None:
@@ -174,25 +186,34 @@ def fit(
     full = _configuration(chosen, settings, tables, goal, state, notes)
     full["resolved"] |= _shapes(federation, net)
     full["resolved"]["plan"] = plan.record()
+    if ranks is not None:
+        full["resolved"]["ranks"] = ranks.count
+        ranks.check_same(json.dumps([full, fingerprint(net)], sort_keys=True, default=str))
     session = Session(
         state=state,
         mode=mode,
         options=judging,
         hybrid=(hybrids := _hybrid(state, there, mixing, where)),
         probe=None if asked is None else Probe(asked, None if hybrids is None else hybrids.cloud),
-        folder=None if out is None else RunFolder(out, resume=resume),
+        folder=None if out is None or not first else RunFolder(out, resume=resume),
         new={n: building.make_site(federation[n], goal, net.structure.outputs, where) for n in names},
-        callbacks=callbacks,
-        progress=progress,
+        callbacks=callbacks if first else (),
+        loggers=told if first else (),
+        progress=progress and first,
+        ranks=ranks,
         notes=list(notes),
     )
     if isinstance(state.engine, VectorisedEngine):
         state.engine.told = lambda wave: _halved(full, session.folder, wave)
+    if ranks is not None:
+        state.engine = DistributedEngine(state.engine, ranks)
     state.clients = ClientStore(device=where) if session.folder is None else session.folder.clients(where)
     try:
-        if session.folder is not None and session.folder.finished:
-            session.folder.check_same(full)
-            return load_run(session.folder.path, model=made)
+        done = session.folder is not None and session.folder.finished
+        if done if ranks is None else ranks.agree(done):
+            if session.folder is not None:
+                session.folder.check_same(full)
+            return load_run(Path(str(out)), model=made)
         with (
             building.exact(where, settings.deterministic),
             building.products(where, precision),
@@ -223,8 +244,10 @@ def _saved_plan(out: str | Path | None, resume: bool) -> Table | None:
 def _finish(session: Session, data: Federation, full: Table, rounds: int, where: torch.device) -> Result:
     """Plays the run to its end and writes what it leaves behind."""
     _open(session, data, full, where)
-    session.go(rounds)
-    clients, folder = _clients(session), session.folder
+    folder = session.folder
+    with logging.opened(session.loggers, full, None if folder is None else folder.path, len(session.history)):
+        session.go(rounds)
+    clients = _clients(session)
     if folder is not None:
         folder.finish([c.row() for c in clients.values()], model_files(session.state, data))
     task, path = session.state.bound.task, None if folder is None else folder.path
@@ -359,18 +382,20 @@ def buffer_policy(state: Run) -> str:
 
 def _open(session: Session, data: Federation, full: Table, where: torch.device) -> None:
     """Begins a run, or goes back to its last checkpoint."""
-    folder = session.folder
+    folder, found = session.folder, None
     if folder is not None and folder.begun:
         folder.check_same(full)
         folder.describe(lambda: diagnostics.sketch(data))
         found = folder.restore(where)
-        if found is not None:
-            session.restore(*found)
-            return
     elif folder is not None:
         folder.begin(full)
         folder.describe(lambda: diagnostics.sketch(data))
-    session.state.setup()
+    if session.ranks is not None:
+        found = session.ranks.share(found, where)
+    if found is None:
+        session.state.setup()
+    else:
+        session.restore(*found)
 
 
 def _clients(session: Session) -> Clients:

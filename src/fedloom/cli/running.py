@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 
 from fedloom import config
+from fedloom.engines import distributed
 from fedloom.engines.tuning import tune as measured
 from fedloom.result import Result
 from fedloom.simulation import fit
@@ -34,7 +35,9 @@ def run(
     table = config.load(configuration, assignments or ())
     folder = out if out is not None else Path("runs") / configuration.stem
     result = fit(**arguments(table), out=folder, resume=resume, progress=not (quiet or as_json))
-    show(result, quiet=quiet, as_json=as_json)
+    ranks = distributed.joined()
+    if ranks is None or ranks.first:
+        show(result, quiet=quiet, as_json=as_json)
 
 
 def arguments(table: dict[str, Any]) -> dict[str, Any]:

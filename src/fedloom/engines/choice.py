@@ -193,9 +193,10 @@ def _vectorised(run: Run, plan: Plan, rows: int, device: str, *, asked: bool) ->
 
 
 def processors() -> int:
-    """Processors that a run may count on: the environment variable FEDLOOM_CPUS where it is set, else the machine's."""
-    told = os.environ.get("FEDLOOM_CPUS", "")
-    return max(1, int(told)) if told.isdigit() else os.cpu_count() or 1
+    """Processors that a run may count on: FEDLOOM_CPUS where it is set, else the machine's, shared by torchrun's processes."""
+    told, ranks = os.environ.get("FEDLOOM_CPUS", ""), os.environ.get("LOCAL_WORLD_SIZE", "")
+    count = int(told) if told.isdigit() else os.cpu_count() or 1
+    return max(1, count // max(1, int(ranks) if ranks.isdigit() else 1))
 
 
 def names() -> Sequence[str]:

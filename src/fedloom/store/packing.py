@@ -66,6 +66,14 @@ def tree(made: Any, tensors: Mapping[str, Tensor], device: torch.device) -> Any:
     return made["value"]
 
 
+def to_device(value: Any, device: torch.device) -> Any:
+    """A tree with its tensors on a device."""
+    if device.type == "cpu":
+        return value
+    tensors: dict[str, Tensor] = {}
+    return tree(outline(value, tensors), tensors, device)
+
+
 def plain(value: Tensor) -> Tensor:
     """A tensor of its own, on the host: files may not share memory."""
     return value.detach().to("cpu", copy=True, memory_format=torch.contiguous_format).contiguous()
