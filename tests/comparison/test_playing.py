@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import sys
 import warnings
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,8 +14,9 @@ from typing import Any
 import pytest
 
 import fedloom as fl
-from fedloom.comparison import playing
+from fedloom.comparison import playing, resources
 from fedloom.comparison.playing import KILLED
+from fedloom.registry import METHODS
 from tests.comparison import sources
 
 QUICK: dict[str, Any] = {
@@ -113,8 +117,32 @@ def test_a_failed_cell_is_shown_and_tried_again(tmp_path: Path) -> None:
     assert compare("fedavg", out=tmp_path / "c", **options).failed[0].failure
 
 
-def test_processes_give_the_same_numbers(tmp_path: Path) -> None:
-    assert curves(compare(jobs=2, out=tmp_path / "c")) == curves(compare())
+@pytest.fixture
+def own() -> Iterator[str]:
+    """A method that only a module of one's own registers; it is gone afterwards."""
+    importlib.reload(importlib.import_module("tests.comparison.recipes"))
+    yield "compared_near(mu=0.5)"
+    METHODS.pop("compared_near")
+
+
+def test_processes_give_the_same_numbers(tmp_path: Path, own: str) -> None:
+    made = compare(["fedavg", own], jobs=2, out=tmp_path / "c")
+    assert [c.state for c in made.cells] == ["done"] * 4
+    assert curves(made) == curves(compare(["fedavg", own]))
+
+
+def test_a_script_that_cannot_be_imported_is_not_run_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import fedloom as fl\nfl.compare('fedavg')\n")
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(script))
+    monkeypatch.setattr(sources.net, "__module__", "__main__")
+    monkeypatch.setattr(sys.modules["__main__"], "net", sources.net, raising=False)
+    with pytest.warns(UserWarning, match="if __name__ == '__main__'"):
+        assert len(compare("fedavg", jobs=2).done) == 2
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        monkeypatch.setattr(resources, "processors", lambda: 2)
+        assert len(compare("fedavg", jobs="auto").done) == 2  # nobody asked for processes
 
 
 @pytest.mark.slow

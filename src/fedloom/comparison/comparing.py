@@ -99,7 +99,7 @@ def _play_missing(
     work = [playing.Job(_sendable(methods[c.method]), c.seed, c.options, c.path) for c, _ in todo]
     for cell, _ in todo:
         cell.failure = ""
-    _play(comparison, [c for c, _ in todo], work, base, count, progress)
+    _play(comparison, [c for c, _ in todo], work, base, count, progress, asked=jobs != "auto")
 
 
 def _planned(
@@ -178,6 +178,7 @@ def _play(
     base: Mapping[str, Any],
     count: int,
     progress: bool,
+    asked: bool,
 ) -> None:
     rounds = int(base.get("rounds") or default(Settings, "rounds"))
     pool = None
@@ -189,7 +190,8 @@ def _play(
                 pool.go()
             return
         except playing.CannotSend as error:
-            warnings.warn(f"jobs={count}: the runs are played one after another here ({error})", stacklevel=3)
+            if asked:
+                warnings.warn(f"jobs={count}: the runs are played one after another here ({error})", stacklevel=4)
             board = Board(comparison, cells, rounds, 1, progress)
     with board:
         playing.one_by_one(base, jobs, board)

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
+import inspect
 import multiprocessing as mp
 import os
+import re
 import signal
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +22,7 @@ from typing import Any
 
 import torch
 
-from fedloom import tasks
+from fedloom import expr, registry, tasks
 from fedloom.comparison.arguments import arguments, federation
 from fedloom.engines.workers import PATIENCE, hidden_main
 from fedloom.errors import FedloomError
@@ -26,6 +30,10 @@ from fedloom.record import Method
 from fedloom.simulation import fit
 
 Tell = Callable[[int, float | None], object]
+
+MAIN = "__main__"
+
+UNGUARDED = "functions of a script can go to other processes only where it has `if __name__ == '__main__':`"
 
 KILLED = "its process ended (killed, or out of memory); use fewer jobs"
 
@@ -114,7 +122,7 @@ class Pool:
 
     def __post_init__(self) -> None:
         try:
-            self._content = bytes(ForkingPickler.dumps((dict(self.base), list(self.jobs))))
+            self._content = bytes(ForkingPickler.dumps((modules(self.jobs), dict(self.base), list(self.jobs))))
         except Exception as error:
             raise CannotSend(str(error).splitlines()[0] if str(error) else type(error).__name__) from error
 
@@ -136,18 +144,21 @@ class Pool:
             self._end()
 
     def _open(self) -> None:
+        if MAIN.encode() in self._content and not _guarded():
+            raise CannotSend(UNGUARDED)
         try:
             self._start(self.count)
             for worker in self._workers:
-                if not worker.pipe.poll(PATIENCE) or worker.pipe.recv() != "ready":
-                    raise CannotSend("a process did not start")
+                refused = worker.pipe.recv() if worker.pipe.poll(PATIENCE) else "a process did not start"
+                if refused:
+                    raise CannotSend(refused)
         except (EOFError, OSError) as error:
-            raise CannotSend("a script that starts processes needs `if __name__ == '__main__':`") from error
+            raise CannotSend(UNGUARDED) from error
 
     def _start(self, count: int) -> None:
         context = mp.get_context("spawn")
         share = max(1, (os.cpu_count() or 1) // max(1, self.count))
-        with hidden_main(b"__main__" in self._content), _unbroken():
+        with hidden_main(MAIN.encode() in self._content), _unbroken():
             for _ in range(count):
                 mine, theirs = context.Pipe()
                 process = context.Process(target=serve, args=(theirs, share))
@@ -201,6 +212,36 @@ class Pool:
         self._workers.clear()
 
 
+def modules(jobs: Sequence[Job]) -> list[str]:
+    """The modules, other than fedloom's own, that register the methods and plug-ins which the cells name."""
+    found = set()
+    for text in {job.method for job in jobs if isinstance(job.method, str)}:
+        for name, _, _ in expr.parse_call(text):
+            found.add(inspect.unwrap(registry.describe(name).fn).__module__)
+    return sorted(name for name in found if name.partition(".")[0] != "fedloom")
+
+
+def _guarded() -> bool:
+    """Whether the user's script can be imported by another process without being run again."""
+    try:
+        text = Path(str(getattr(sys.modules[MAIN], "__file__", ""))).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return False  # a notebook or a prompt
+    return re.search(r"__name__\s*==\s*['\"]__main__['\"]", text) is not None
+
+
+def _opened(content: bytes) -> tuple[Any, Any]:
+    """What all cells share, and the cells, where everything they name is known in this process."""
+    # The user's script, where it is needed, was imported when the process began.
+    needed, base, jobs = ForkingPickler.loads(content)
+    for name in needed:
+        if name != MAIN:
+            importlib.import_module(name)
+    for text in {job.method for job in jobs if isinstance(job.method, str)}:
+        expr.method(text)
+    return base, jobs
+
+
 @contextlib.contextmanager
 def _unbroken() -> Iterator[None]:
     """Processes begun here do not hear the interrupt key, from their first moment: it is for this one, which ends them."""
@@ -221,8 +262,12 @@ def serve(pipe: Connection, share: int) -> None:
     torch.set_num_threads(share)
     os.environ["FEDLOOM_CPUS"] = str(share)
     try:
-        base, jobs = ForkingPickler.loads(pipe.recv_bytes())
-        pipe.send("ready")
+        try:
+            base, jobs = _opened(pipe.recv_bytes())
+        except (AttributeError, ImportError, FedloomError) as error:
+            pipe.send(str(error))
+            return
+        pipe.send("")
         while True:
             cell = pipe.recv()
             pipe.send(("ended", play(base, jobs[cell], lambda *facts: pipe.send(("round", *facts)))))
