@@ -38,6 +38,7 @@ class Settings:
         deterministic: use deterministic kernels only (slower on CUDA); the CPU always is.
         optimizer_state: keep or reset the clients' optimiser state between rounds; centralised runs keep it,
             others reset it.
+        loggers: where else a run's numbers go while it goes on: tensorboard, mlflow; in Python also an object of one's own.
     """
 
     mode: Literal["centralised", "federated", "hybrid"] = "federated"
@@ -53,6 +54,7 @@ class Settings:
     workers: int = 0
     deterministic: bool = False
     optimizer_state: Literal["keep", "reset"] | None = None
+    loggers: tuple[str, ...] = ()
 
     BOUNDS: ClassVar[tuple[str, ...]] = (
         "1 <= rounds <= 10000000",

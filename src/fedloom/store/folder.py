@@ -97,7 +97,8 @@ class RunFolder:
     def check_same(self, config: Table) -> None:
         """Refuses to go on with another configuration, naming the keys that differ."""
         old, new = flat(self.config()), flat(config)
-        keys = [k for k in {**old, **new} if not k.startswith("resolved.") and old.get(k) != new.get(k)]
+        free = ("resolved.", "loggers")  # may change when a run goes on
+        keys = [k for k in {**old, **new} if not k.startswith(free) and old.get(k) != new.get(k)]
         if keys:
             shown = ", ".join(f"{k} was {old.get(k, 'not given')!r}, now {new.get(k, 'not given')!r}" for k in keys[:5])
             raise UserError(f"{self.path} holds a run of another configuration: {shown}; choose another folder")
