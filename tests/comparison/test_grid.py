@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
 
 import fedloom as fl
+from fedloom.comparison import resources
 from fedloom.comparison.arguments import arguments
 from fedloom.comparison.grid import folder_of, methods_of, seeds_of, sweeps_of
 from fedloom.comparison.resources import jobs_of
+from fedloom.engines import choice
 
 DIGITS = {"name": "digits", "clients": 4}
 
@@ -107,8 +110,6 @@ def test_folders_have_names_of_their_own() -> None:
 
 
 def test_jobs_go_by_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fedloom.comparison import resources
-
     made = {"data": DIGITS, "seed": 0, "device": "cpu"}
     monkeypatch.setattr(resources, "processors", lambda: 8)
     monkeypatch.setattr(resources, "free_memory", lambda: 3.5e9)
@@ -120,6 +121,12 @@ def test_jobs_go_by_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resources, "free_memory", lambda: 1e6)
     assert jobs_of("auto", 20, made) == 1
     assert resources.free_memory() > 0
+
+
+@pytest.mark.parametrize(("told", "expected"), [("3", 3), ("0", 1), ("", None), ("many", None)])
+def test_a_run_may_be_told_its_processors(monkeypatch: pytest.MonkeyPatch, told: str, expected: int | None) -> None:
+    monkeypatch.setenv("FEDLOOM_CPUS", told)
+    assert choice.processors() == (os.cpu_count() if expected is None else expected)
 
 
 def test_methods_from_text_and_objects() -> None:

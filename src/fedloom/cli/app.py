@@ -11,7 +11,7 @@ from fedloom.cli import comparing, computing, deploy, helping, listing, reportin
 
 HELP = """Personalised federated learning on PyTorch.
 
-Begin with `fedloom demo`, look at `fedloom list methods`, then write a configuration and `fedloom run` it.
+Begin with `fedloom demo`, look at `fedloom list methods`, then write a configuration, `fedloom run` it, and `fedloom compare` methods on it.
 """
 
 app = typer.Typer(
