@@ -84,8 +84,8 @@ class Desk:
         like = next(iter(self.post.leaves.values()))
         dtype = self.bound.structure.dtype
 
-        def numbers(values: list[float]) -> Tensor:
-            return gather([torch.tensor(v, dtype=dtype, device=like.device) for v in values])
+        def numbers(values: Sequence[float], kind: torch.dtype = dtype) -> Tensor:
+            return gather(torch.tensor(values, dtype=kind).to(like.device, non_blocking=True).unbind(0))
 
         def memories(of: Callable[[Participant], Memory], owners: Memory) -> Memory:
             return {o: {k: gather([of(p)[o][k] for p in people]) for k in owners[o]} for o in owners}
@@ -101,7 +101,7 @@ class Desk:
             "n": numbers([float(len(p.site.train)) for p in people]),
             "counts": gather([p.site.counts for p in people]),
             "first": numbers([float(p.state.rounds == 0) for p in people]),
-            "noise": gather([torch.tensor(k, device=like.device) for k in keys]),
+            "noise": numbers(keys, torch.int64),
         }
 
     def see(self, private: Mapping[str, Any], final: Leaves | None = None) -> Seen:

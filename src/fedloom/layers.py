@@ -1,6 +1,6 @@
-"""Layers that know about padding rows and take their noise from a counter.
+"""Layers that know about padding rows, take their noise from a counter, and know of cohorts on a GPU.
 
-Before a run, BatchNorm and dropout layers of the user's model are turned into these by class; names of leaves stay as
+Before a run, such layers of the user's model are turned into these by class; names of leaves stay as
 they are. Outside of fedloom's forward pass they behave as the originals do.
 """
 
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from fedloom import rng
+from fedloom import kernels, rng
 from fedloom.recurrent import MappedGRU, MappedLSTM, MappedRNN
 
 
@@ -107,6 +107,11 @@ class _MaskedBatchNorm(nn.modules.batchnorm._BatchNorm):
         by_batch = self.training or self.running_mean is None
         if frame is None or not by_batch:
             return super().forward(input)
+        if input.is_cuda and input.dim() > 2 and kernels.serves(input, frame.mask, self.weight, self.bias):
+            y, mean, var, count = kernels.normalised(input, frame.mask, self.weight, self.bias, self.eps)
+            if self.training and self.running_mean is not None:
+                self._track(mean, var, count)
+            return y
         if frame.mask is None:
             # One test row of a layer without running statistics: torch refuses, though there is nothing wrong with it.
             alone = not self.training and input.numel() == input.shape[1]
@@ -157,7 +162,37 @@ class MaskedBatchNorm3d(_MaskedBatchNorm, nn.BatchNorm3d):
     """``nn.BatchNorm3d`` that leaves padding rows out."""
 
 
+class CohortConv2d(nn.Conv2d):
+    """``nn.Conv2d`` that computes a cohort on CUDA at once, where that pays."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        plain = self.groups == 1 and self.padding_mode == "zeros" and not isinstance(self.padding, str)
+        if input.is_cuda and plain and input.dim() == 4:
+            assert not isinstance(self.padding, str)
+            stride, padding, dilation = ((int(a), int(b)) for a, b in (self.stride, self.padding, self.dilation))
+            y = kernels.convolved(input, self.weight, self.bias, stride, padding, dilation)
+            if y is not None:
+                return y
+        return super().forward(input)
+
+
+class CohortMaxPool2d(nn.MaxPool2d):
+    """``nn.MaxPool2d`` with a kernel of its own for a cohort on CUDA, where windows do not overlap."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        size, stride, padding, dilation = (
+            v if isinstance(v, tuple) else (v, v) for v in (self.kernel_size, self.stride, self.padding, self.dilation)
+        )
+        plain = size == stride and padding == (0, 0) and dilation == (1, 1) and not self.ceil_mode
+        if input.is_cuda and plain and not self.return_indices and max(size) <= 8 and kernels.serves(input):
+            return kernels.pooled(input, size)
+        y: Tensor = super().forward(input)
+        return y
+
+
 _SWAPS: dict[type[nn.Module], type[nn.Module]] = {
+    nn.Conv2d: CohortConv2d,
+    nn.MaxPool2d: CohortMaxPool2d,
     nn.Dropout: CounterDropout,
     nn.Dropout1d: CounterDropout1d,
     nn.Dropout2d: CounterDropout2d,
@@ -172,7 +207,7 @@ _SWAPS: dict[type[nn.Module], type[nn.Module]] = {
 
 
 def prepare(module: nn.Module) -> None:
-    """Turns the BatchNorm, dropout and recurrent layers of a module into ours, in place, by exact type."""
+    """Turns the layers of a module that have a twin here into it, in place, by exact type."""
     for part in module.modules():
         if type(part) in _SWAPS:
             part.__class__ = _SWAPS[type(part)]

@@ -122,7 +122,9 @@ class Optimizer:
                 torch._foreach_mul_(m, self.momentum)
                 torch._foreach_add_(m, grads)
                 grads = list(torch._foreach_add(grads, m, alpha=self.momentum)) if self.nesterov else m
-            if isinstance(lr, Tensor):
+            if isinstance(lr, Tensor) and lr.is_cuda:
+                torch._foreach_sub_(params, torch._foreach_mul(grads, lr.to(grads[0].dtype)))
+            elif isinstance(lr, Tensor):
                 torch._foreach_sub_(params, [g * lr for g in grads])
             else:
                 torch._foreach_add_(params, grads, alpha=-lr)

@@ -104,11 +104,12 @@ def sort_replies(bound: Bound, replies: Sequence[Reply], round: int) -> Outcome:
     outcome = Outcome()
     trains = bool(bound.method.phases("round"))
     expected: dict[str, set[str]] = {}
-    for reply in replies:
+    sound = tree.finite([_floating(reply) for reply in replies])
+    for reply, finite in zip(replies, sound, strict=True):
         if reply.fault is None and trains and not any(reply.steps.values()):
             outcome.skipped.append(reply.id)
             continue
-        reason = _fault(bound, reply, expected)
+        reason = _fault(bound, reply, expected, finite)
         if reason is None:
             outcome.accepted.append(reply)
         else:
@@ -116,7 +117,13 @@ def sort_replies(bound: Bound, replies: Sequence[Reply], round: int) -> Outcome:
     return outcome
 
 
-def _fault(bound: Bound, reply: Reply, expected: dict[str, set[str]]) -> str | None:
+def _floating(reply: Reply) -> Leaves:
+    """All that a reply brings, under names of its own."""
+    sent = {f"{entry} {k}": v for entry, value in reply.message.items() for k, v in value.items()}
+    return sent | reply.state.leaves
+
+
+def _fault(bound: Bound, reply: Reply, expected: dict[str, set[str]], finite: bool) -> str | None:
     if reply.fault is not None:
         return reply.fault
     for entry, value in reply.message.items():
@@ -127,9 +134,9 @@ def _fault(bound: Bound, reply: Reply, expected: dict[str, set[str]]) -> str | N
             spec = bound.specs.get(name)
             if spec is not None and entry in ("delta", "buffers") and tensor.shape != bound.start[name].shape:
                 return f"{entry}[{name!r}] has shape {tuple(tensor.shape)}, expected {tuple(bound.start[name].shape)}"
-        if not tree.all_finite(value):
+        if not finite and not tree.all_finite(value):
             return f"{entry}[{_first_bad(value)!r}] is not finite"
-    if not tree.all_finite(reply.state.leaves):
+    if not finite:
         return f"its own leaf {_first_bad(reply.state.leaves)!r} is not finite"
     return None
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -80,5 +81,17 @@ def size_in_bytes(a: Leaves) -> int:
 
 def all_finite(a: Leaves) -> bool:
     """Whether no floating leaf holds a NaN or an infinity."""
-    flags = [torch.isfinite(v).all() for v in a.values() if v.is_floating_point()]
-    return not flags or bool(torch.stack(flags).all())  # one answer from the device, not one per tensor
+    return finite([a])[0]
+
+
+def finite(trees: Sequence[Leaves]) -> list[bool]:
+    """For each tree whether it holds no NaN and no infinity: one answer from the device, not one per tensor."""
+    floating = [[v for v in tree.values() if v.is_floating_point() and v.numel()] for tree in trees]
+    values = [v for own in floating for v in own]
+    if not values:
+        return [True] * len(trees)
+    sizes = torch._foreach_norm(values, float("inf"))
+    if len({s.dtype for s in sizes}) > 1:
+        sizes = [s.double() for s in sizes]
+    good = iter(torch.isfinite(torch.stack(list(sizes))).tolist())
+    return [all(list(islice(good, len(own)))) for own in floating]

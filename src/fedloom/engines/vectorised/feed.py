@@ -153,19 +153,21 @@ class Feed:
                 rows = np.concatenate([step[g] for step in plan]) + pool.offsets[i]
                 view = index[g, i, : len(plan)]
                 view[spots < lengths[: len(plan), g, i, None]] = rows
-        self.index = torch.from_numpy(np.ascontiguousarray(index.transpose(2, 0, 1, 3))).to(device)
+        self.index = torch.from_numpy(np.ascontiguousarray(index.transpose(2, 0, 1, 3))).to(device, non_blocking=True)
         self.ticks = list(
             self._even_ticks(lengths, device) if unpadded else self._ticks(lengths, full, device, fixed, whole)
         )
         self.masks: Tensor | None = None
         if any(t.masked for t in self.ticks):
-            inside = torch.from_numpy(lengths).to(device)[..., None] > torch.arange(full, device=device)
+            inside = torch.from_numpy(lengths).to(device, non_blocking=True)[..., None] > torch.arange(
+                full, device=device
+            )
             self.masks = inside.to(dtype)
 
     def _ticks(self, lengths: np.ndarray, full: int, device: torch.device, fixed: bool, whole: bool) -> Iterator[Tick]:
         live = lengths[:, 0] > 0
         groups, everyone = lengths.shape[1:]
-        actives = torch.from_numpy(live).to(device)
+        actives = torch.from_numpy(live).to(device, non_blocking=True)
         for t in range(len(live)):
             last = int(np.flatnonzero(live[t])[-1]) + 1
             clients = everyone if whole or fixed else min(widened(last), everyone)

@@ -10,6 +10,7 @@ is tested.
 from __future__ import annotations
 
 import copy
+import gc
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import Any
@@ -56,8 +57,15 @@ class Arenas:
         if self.pool is None:
             self.pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool):
-            body()
+        collecting = gc.isenabled()
+        gc.collect()
+        gc.disable()  # an old graph that is collected while another is captured spoils it
+        try:
+            with torch.cuda.graph(graph, pool=self.pool):
+                body()
+        finally:
+            if collecting:
+                gc.enable()
         return graph.replay
 
 
@@ -120,8 +128,9 @@ class GraphedStepper(MappedStepper):
         clients = len(self.desk.participants)
         dtype = self.params[0].dtype
         total = self.total if self.total is not None else torch.zeros(clients, dtype=dtype, device=n.device)
-        counts = [torch.tensor(float(s.step), dtype=torch.float64, device=n.device) for s in self.states]
-        rates = [torch.tensor(lr, dtype=torch.float64, device=n.device) for _, _, lr in self.groups]
+        numbers = [*(float(s.step) for s in self.states), *(lr for _, _, lr in self.groups)]
+        told = torch.tensor(numbers, dtype=torch.float64).to(n.device, non_blocking=True).unbind(0)
+        counts, rates = list(told[: len(self.states)]), list(told[len(self.states) :])
         slots = [s.slots for s in self.all_states]
         return leaves, private, common_of(self.desk), slots, counts, self.carry, total, rates
 
@@ -181,7 +190,7 @@ class GraphedStepper(MappedStepper):
         post = self.desk.post
         shapes = tuple((t.shape, t.dtype) for t in flat)
         optimizers = tuple((tuple(where), optimizer) for where, optimizer, _ in self.groups)
-        key = (self.name, post.cohort, post.population, shapes, optimizers, str(spec))
+        key = (self.name, post.cohort, post.population, shapes, optimizers, spec)
         if key in self.arenas.refused:
             self.failed = True
             return False

@@ -53,6 +53,9 @@ class MappedStepper(Stepper):
         )
         self.unpadded = unpadded
         self.traces = traces
+        n: Tensor = self.private["n"]
+        # Before the first step: a copy to the device waits for all that was begun there.
+        self.planned = torch.tensor(self.feed.made, dtype=n.dtype).to(n.device, non_blocking=True)
         self.all = (self.leaves, self.params, self.private)
         self.all_states: list[OptState] = []
         self.own = {
@@ -158,8 +161,7 @@ class MappedStepper(Stepper):
         """Steps made by each client."""
         if self.going is not None:
             return super().count()
-        n: Tensor = self.all[2]["n"]
-        return torch.tensor(self.feed.made, dtype=n.dtype, device=n.device)
+        return self.planned
 
     def assign(self, fn: Callable[..., Leaves], active: Tensor | None) -> None:
         """Writes a pure function of the leaves back into them; clients that have stopped stay still."""

@@ -1,0 +1,261 @@
+"""Convolution and pooling of a whole cohort, for layers that run under ``vmap`` on CUDA.
+
+A convolution under ``vmap`` is a grouped one, of which cuDNN computes one client after another. Where a client's share is
+small it is faster to lay the patches out as a matrix and to multiply all clients at once; where it is large, cuDNN stays.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Pair = tuple[int, int]
+
+PATCH_BYTES = 32 << 20
+"""Most bytes of one client's patches; measured on an H200, larger ones are faster with cuDNN."""
+KEPT_BYTES = 1 << 30
+"""Most bytes of patches that one layer keeps for its backward pass; larger ones are laid out again."""
+SMALL_FILTERS = 4096
+"""Up to this size of a client's filters, products are made picture by picture, which spares two transpositions."""
+
+
+@cache
+def _installed() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def serves(*tensors: Tensor | None) -> bool:
+    """Whether these tensors are a cohort's, on CUDA, one ``vmap`` deep, with kernels at hand."""
+    found = [t for t in tensors if t is not None]
+    return (
+        found[0].is_cuda
+        and all(torch._C._functorch.is_batchedtensor(t) for t in found)
+        and not any(
+            torch._C._functorch.is_functorch_wrapped_tensor(torch._C._functorch.get_unwrapped(t)) for t in found
+        )
+        and _installed()
+    )
+
+
+def convolved(x: Tensor, w: Tensor, bias: Tensor | None, stride: Pair, padding: Pair, dilation: Pair) -> Tensor | None:
+    """The convolution of one client inside ``vmap``; None where no kernel of ours serves."""
+    if not serves(x, w, bias):
+        return None
+    if torch.is_autocast_enabled("cuda"):  # which leaves convolutions under vmap alone
+        kind = torch.get_autocast_dtype("cuda")
+        x, w, bias = x.to(kind), w.to(kind), None if bias is None else bias.to(kind)
+    cells = 1
+    for size, k, s, p, d in zip(x.shape[2:], w.shape[2:], stride, padding, dilation, strict=True):
+        cells *= (size + 2 * p - d * (k - 1) - 1) // s + 1
+    if w.shape[1:].numel() * x.shape[0] * cells * x.element_size() > PATCH_BYTES:
+        return F.conv2d(x, w, bias, stride, padding, dilation)
+    y: Tensor = _Convolution.apply(x, w, bias, stride, padding, dilation)  # type: ignore[no-untyped-call]
+    return y
+
+
+def pooled(x: Tensor, kernel: Pair) -> Tensor:
+    """Maximum over windows that do not overlap, of one client inside ``vmap``."""
+    y: Tensor = _Pooling.apply(x, kernel)  # type: ignore[no-untyped-call]
+    return y
+
+
+def normalised(
+    x: Tensor, mask: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Batch normalisation of one client inside ``vmap``: output, mean, variance and number of values per channel."""
+    y, mean, var, count = _Normalisation.apply(x, mask, weight, bias, eps)  # type: ignore[no-untyped-call]
+    return y, mean, var, count
+
+
+@contextmanager
+def _products(tf32: bool) -> Iterator[None]:
+    """Matrix products as precise as convolutions are allowed to be."""
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = tf32
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
+
+
+class _Convolution(torch.autograd.Function):
+    """A client's convolution; under ``vmap`` that of the cohort."""
+
+    @staticmethod
+    def forward(x: Tensor, w: Tensor, bias: Tensor | None, stride: Pair, padding: Pair, dilation: Pair) -> Tensor:
+        return F.conv2d(x, w, bias, stride, padding, dilation)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        """Nothing is kept: the rule below replaces the function before it is differentiated."""
+
+    @staticmethod
+    def vmap(
+        info: Any, axes: Any, x: Tensor, w: Tensor, bias: Tensor | None, stride: Pair, padding: Pair, dilation: Pair
+    ) -> tuple[Tensor, int]:
+        first = [None if t is None else t.movedim(axis, 0) for t, axis in zip((x, w, bias), axes, strict=False)]
+        y: Tensor = _CohortConvolution.apply(*first, stride, padding, dilation)  # type: ignore[no-untyped-call]
+        return y, 0
+
+
+class _CohortConvolution(torch.autograd.Function):
+    """x: (clients, batch, channels, height, width); w: (clients, outputs, channels, kernel height, kernel width)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, stride: Pair, padding: Pair, dilation: Pair
+    ) -> Tensor:
+        from fedloom.kernels import patches
+
+        clients, batch, channels, height, width = x.shape
+        outputs, kernel = w.shape[1], (w.shape[3], w.shape[4])
+        small = w[0].numel() <= SMALL_FILTERS
+        shape = patches.Geometry(
+            channels, height, width, kernel, stride, padding, dilation, bias is not None, apart=small
+        )
+        x = x.contiguous()
+        matrix = _filters(w, bias, shape.rows)
+        columns = patches.gathered(x, shape)
+        ctx.shape, ctx.size, ctx.tf32 = shape, x.shape, torch.backends.cudnn.allow_tf32
+        kept = columns.numel() * columns.element_size() <= KEPT_BYTES
+        ctx.save_for_backward(matrix, columns if kept else None, None if kept else x)
+        with _products(ctx.tf32):
+            if small:
+                each = matrix[:, None].expand(-1, batch, -1, -1).flatten(0, 1)
+                y = torch.bmm(each, columns.flatten(0, 1)).view(clients, batch, outputs, -1)
+            else:
+                y = torch.bmm(matrix, columns).view(clients, outputs, batch, -1).transpose(1, 2).contiguous()
+        return y.view(clients, batch, outputs, *shape.out)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        from fedloom.kernels import patches
+
+        matrix, columns, x = ctx.saved_tensors
+        shape, size = ctx.shape, ctx.size
+        clients, batch, outputs = dy.shape[:3]
+        dx = dw = db = None
+        if shape.apart:
+            d = dy.reshape(clients * batch, outputs, -1)
+        else:
+            d = dy.transpose(1, 2).reshape(clients, outputs, -1)
+        with _products(ctx.tf32):
+            if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
+                columns = patches.gathered(x, shape) if columns is None else columns
+                if shape.apart:
+                    whole = torch.bmm(d, columns.flatten(0, 1).transpose(1, 2)).view(clients, batch, outputs, -1).sum(1)
+                else:
+                    whole = torch.bmm(d, columns.transpose(1, 2))
+                dw = whole[..., : shape.inner].reshape(clients, outputs, size[2], *shape.kernel)
+                db = whole[..., shape.inner] if shape.bias else None
+            if ctx.needs_input_grad[0]:
+                across = matrix.transpose(1, 2)
+                if shape.apart:
+                    across = across[:, None].expand(-1, batch, -1, -1).flatten(0, 1)
+                dx = patches.scattered(torch.bmm(across, d), size, shape)
+        return dx, dw, db, None, None, None
+
+
+def _filters(w: Tensor, bias: Tensor | None, rows: int) -> Tensor:
+    """Filters as a matrix, the bias behind them, zeros behind that."""
+    parts = [w.flatten(2)] if bias is None else [w.flatten(2), bias[..., None]]
+    used = sum(p.shape[2] for p in parts)
+    if rows > used:
+        parts.append(w.new_zeros(*w.shape[:2], rows - used))
+    return torch.cat(parts, 2)
+
+
+class _Pooling(torch.autograd.Function):
+    """A client's pooling; under ``vmap`` that of the cohort."""
+
+    @staticmethod
+    def forward(x: Tensor, kernel: Pair) -> Tensor:
+        return F.max_pool2d(x, kernel)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        """Nothing is kept: the rule below replaces the function before it is differentiated."""
+
+    @staticmethod
+    def vmap(info: Any, axes: Any, x: Tensor, kernel: Pair) -> tuple[Tensor, int]:
+        y: Tensor = _CohortPooling.apply(x.movedim(axes[0], 0), kernel)  # type: ignore[no-untyped-call]
+        return y, 0
+
+
+class _CohortPooling(torch.autograd.Function):
+    """x: (clients, ..., height, width)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, kernel: Pair) -> Tensor:
+        from fedloom.kernels import patches
+
+        flat = x.reshape(len(x), -1, *x.shape[-2:])
+        y, place = patches.largest(flat.contiguous(), kernel)
+        ctx.save_for_backward(place)
+        ctx.kernel, ctx.size, ctx.flat = kernel, x.shape, flat.shape
+        return y.view(*x.shape[:-2], *y.shape[-2:])
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, None]:
+        from fedloom.kernels import patches
+
+        (place,) = ctx.saved_tensors
+        dx = patches.returned(dy.reshape(place.shape).contiguous(), place, ctx.flat, ctx.kernel)
+        return dx.view(ctx.size), None
+
+
+class _Normalisation(torch.autograd.Function):
+    """A client's batch normalisation; only its rule for ``vmap`` is ever used."""
+
+    @staticmethod
+    def forward(x: Tensor, mask: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float) -> Any:
+        raise AssertionError("the kernel serves cohorts only")
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        """Nothing is kept: the rule below replaces the function before it is differentiated."""
+
+    @staticmethod
+    def vmap(
+        info: Any, axes: Any, x: Tensor, mask: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float
+    ) -> tuple[Any, Any]:
+        first = [None if t is None else t.movedim(a, 0) for t, a in zip((x, mask, weight, bias), axes, strict=False)]
+        return _CohortNormalisation.apply(*first, eps), (0, 0, 0, 0)  # type: ignore[no-untyped-call]
+
+
+class _CohortNormalisation(torch.autograd.Function):
+    """x: (clients, batch, channels, ...); mask: (clients, batch); weight and bias: (clients, channels)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, mask: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        from fedloom.kernels import norms
+
+        flat = x.reshape(*x.shape[:3], -1).contiguous()
+        mask = None if mask is None else mask.contiguous()
+        weight, bias = (None if t is None else t.contiguous() for t in (weight, bias))
+        mean, var, count = norms.moments(flat, mask)
+        scale = torch.rsqrt(var + eps)
+        y = norms.applied(flat, mean, scale, weight, bias).view(x.shape)
+        ctx.save_for_backward(flat, mask, weight, mean, scale, count.clamp(min=1))
+        ctx.mark_non_differentiable(mean, var, count)
+        return y, mean, var, count
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        from fedloom.kernels import norms
+
+        flat, mask, weight, mean, scale, count = ctx.saved_tensors
+        dx, sums = norms.back(flat, dy.reshape(flat.shape).contiguous(), mask, mean, scale, weight, count)
+        dweight, dbias = (
+            (None, None) if weight is None else (sums[..., 1].to(weight.dtype), sums[..., 0].to(weight.dtype))
+        )
+        return dx.view(dy.shape), None, dweight, dbias, None

@@ -1,0 +1,196 @@
+"""Triton kernels for the batch normalisation of a cohort: statistics of the real rows of every client and channel.
+
+With weight ``m_b`` (1 for a real row, 0 for padding) and ``n = sum m_b pixels``:
+
+    mean = sum m x / n      var = sum m (x - mean)^2 / n      z = (x - mean) / sqrt(var + eps)      y = z weight + bias
+    dx = weight / sqrt(var + eps) (dy - m/n (sum dy + z sum dy z))      dweight = sum dy z      dbias = sum dy
+
+Sums are made in pieces that are joined in a fixed order (Chan's formula for the variance). Imported on machines with CUDA only.
+"""
+
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc,type-arg,import-untyped,import-not-found"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = 1024
+
+
+@triton.jit
+def _moments(
+    x, mask, parts, batch, channels, piece, HW: tl.constexpr, MASKED: tl.constexpr, SUM: tl.constexpr, BQ: tl.constexpr
+):
+    channel, part, client = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    x += client * batch * channels * HW
+    cells = batch * HW
+    first = part * piece
+    last = tl.minimum(first + piece, cells)
+    count = tl.zeros((), SUM)
+    mean = tl.zeros((), SUM)
+    square = tl.zeros((), SUM)
+    for start in range(first, last, BQ):
+        q = start + tl.arange(0, BQ)
+        here = q < last
+        b = q // HW
+        value = tl.load(x + (b * channels + channel) * HW + q % HW, mask=here, other=0.0).to(SUM)
+        if MASKED:
+            weight = tl.load(mask + client * batch + b, mask=here, other=0.0).to(SUM)
+        else:
+            weight = here.to(SUM)
+        n = tl.sum(weight, 0)
+        middle = tl.sum(value * weight, 0) / tl.maximum(n, 1)
+        away = (value - middle) * weight
+        spread = tl.sum(away * away, 0)
+        total = tl.maximum(count + n, 1)
+        gap = middle - mean
+        square += spread + gap * gap * (count * n / total)
+        mean += gap * (n / total)
+        count += n
+    where = parts + ((client * channels + channel) * tl.num_programs(1) + part) * 3
+    tl.store(where, count)
+    tl.store(where + 1, mean)
+    tl.store(where + 2, square)
+
+
+@triton.jit
+def _apply(
+    x,
+    y,
+    mean,
+    scale,
+    weight,
+    bias,
+    batch,
+    channels,
+    cells,
+    HW: tl.constexpr,
+    AFFINE: tl.constexpr,
+    SUM: tl.constexpr,
+    BQ: tl.constexpr,
+):
+    client = tl.program_id(1).to(tl.int64)
+    q = tl.program_id(0) * BQ + tl.arange(0, BQ)
+    here = q < cells
+    channel = client * channels + (q // HW) % channels
+    value = tl.load(x + client * cells + q, mask=here, other=0.0).to(SUM)
+    value = (value - tl.load(mean + channel, mask=here, other=0.0)) * tl.load(scale + channel, mask=here, other=0.0)
+    if AFFINE:
+        value = value * tl.load(weight + channel, mask=here, other=0.0).to(SUM) + tl.load(
+            bias + channel, mask=here, other=0.0
+        ).to(SUM)
+    tl.store(y + client * cells + q, value.to(y.dtype.element_ty), mask=here)
+
+
+@triton.jit
+def _sums(x, dy, mean, scale, parts, batch, channels, piece, HW: tl.constexpr, SUM: tl.constexpr, BQ: tl.constexpr):
+    channel, part, client = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    x += client * batch * channels * HW
+    dy += client * batch * channels * HW
+    first = part * piece
+    last = tl.minimum(first + piece, batch * HW)
+    middle = tl.load(mean + client * channels + channel)
+    factor = tl.load(scale + client * channels + channel)
+    plain = tl.zeros((BQ,), SUM)
+    along = tl.zeros((BQ,), SUM)
+    for start in range(first, last, BQ):
+        q = start + tl.arange(0, BQ)
+        here = q < last
+        where = ((q // HW) * channels + channel) * HW + q % HW
+        arrived = tl.load(dy + where, mask=here, other=0.0).to(SUM)
+        value = tl.load(x + where, mask=here, other=0.0).to(SUM)
+        plain += arrived
+        along += arrived * ((value - middle) * factor)
+    where = parts + ((client * channels + channel) * tl.num_programs(1) + part) * 2
+    tl.store(where, tl.sum(plain, 0))
+    tl.store(where + 1, tl.sum(along, 0))
+
+
+@triton.jit
+def _back(
+    x, dy, dx, mask, mean, scale, weight, sums, count, batch, channels, cells,
+    HW: tl.constexpr, AFFINE: tl.constexpr, MASKED: tl.constexpr, SUM: tl.constexpr, BQ: tl.constexpr,
+):  # fmt: skip
+    client = tl.program_id(1).to(tl.int64)
+    q = tl.program_id(0) * BQ + tl.arange(0, BQ)
+    here = q < cells
+    channel = client * channels + (q // HW) % channels
+    arrived = tl.load(dy + client * cells + q, mask=here, other=0.0).to(SUM)
+    value = tl.load(x + client * cells + q, mask=here, other=0.0).to(SUM)
+    factor = tl.load(scale + channel, mask=here, other=0.0)
+    z = (value - tl.load(mean + channel, mask=here, other=0.0)) * factor
+    share = 1.0 / tl.load(count + client)
+    if MASKED:
+        share = share * tl.load(mask + client * batch + q // (HW * channels), mask=here, other=0.0).to(SUM)
+    plain = tl.load(sums + channel * 2, mask=here, other=0.0)
+    along = tl.load(sums + channel * 2 + 1, mask=here, other=0.0)
+    if AFFINE:
+        factor = factor * tl.load(weight + channel, mask=here, other=0.0).to(SUM)
+    tl.store(
+        dx + client * cells + q, (factor * (arrived - share * (plain + z * along))).to(dx.dtype.element_ty), mask=here
+    )
+
+
+def _wide(x: Tensor) -> tuple[torch.dtype, tl.dtype]:
+    return (torch.float64, tl.float64) if x.dtype == torch.float64 else (torch.float32, tl.float32)
+
+
+def _pieces(clients: int, channels: int, cells: int) -> tuple[int, int]:
+    """Into how many pieces sums are cut, and their length: enough programs to fill a large device."""
+    count = max(1, min(2048 // (clients * channels), cells // (4 * BLOCK)))
+    length = triton.cdiv(triton.cdiv(cells, count), BLOCK) * BLOCK
+    return triton.cdiv(cells, length), length
+
+
+def moments(x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean and variance of (clients, batch, channels, pixels) per client and channel, and the number of values."""
+    clients, batch, channels, pixels = x.shape
+    kind, wide = _wide(x)
+    count, length = _pieces(clients, channels, batch * pixels)
+    parts = torch.empty((clients, channels, count, 3), dtype=kind, device=x.device)
+    _moments[(channels, count, clients)](
+        x, x if mask is None else mask, parts, batch, channels, length,
+        HW=pixels, MASKED=mask is not None, SUM=wide, BQ=BLOCK, num_warps=4,
+    )  # fmt: skip
+    n, means, squares = parts.unbind(-1)
+    total = n.sum(-1, keepdim=True)
+    safe = total.clamp(min=1)
+    mean = (n * means).sum(-1, keepdim=True) / safe
+    var = (squares + n * (means - mean).square()).sum(-1, keepdim=True) / safe
+    return mean.squeeze(-1), var.squeeze(-1), total[:, 0, 0]
+
+
+def applied(x: Tensor, mean: Tensor, scale: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    """``(x - mean) scale weight + bias``."""
+    clients, batch, channels, pixels = x.shape
+    y = torch.empty_like(x)
+    cells = x[0].numel()
+    _apply[(triton.cdiv(cells, BLOCK), clients)](
+        x, y, mean, scale, x if weight is None else weight, x if bias is None else bias, batch, channels, cells,
+        HW=pixels, AFFINE=weight is not None, SUM=_wide(x)[1], BQ=BLOCK, num_warps=4,
+    )  # fmt: skip
+    return y
+
+
+def back(
+    x: Tensor, dy: Tensor, mask: Tensor | None, mean: Tensor, scale: Tensor, weight: Tensor | None, count: Tensor
+) -> tuple[Tensor, Tensor]:
+    """``dx``, and per client and channel the pair (dbias, dweight)."""
+    clients, batch, channels, pixels = x.shape
+    kind, wide = _wide(x)
+    pieces, length = _pieces(clients, channels, batch * pixels)
+    parts = torch.empty((clients, channels, pieces, 2), dtype=kind, device=x.device)
+    _sums[(channels, pieces, clients)](
+        x, dy, mean, scale, parts, batch, channels, length, HW=pixels, SUM=wide, BQ=BLOCK, num_warps=4
+    )
+    sums = parts.sum(2)
+    dx = torch.empty_like(x)
+    cells = x[0].numel()
+    _back[(triton.cdiv(cells, BLOCK), clients)](
+        x, dy, dx, x if mask is None else mask, mean, scale, x if weight is None else weight, sums, count, batch,
+        channels, cells, HW=pixels, AFFINE=weight is not None, MASKED=mask is not None, SUM=wide, BQ=BLOCK, num_warps=4,
+    )  # fmt: skip
+    return dx, sums

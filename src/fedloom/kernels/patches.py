@@ -1,0 +1,221 @@
+"""Triton kernels: the patches of pictures as a matrix and back, and pooling over windows that do not overlap.
+
+With ``k = (c, r, s)`` over channels and places of a filter, and ``p = (i, j)`` over output pixels of picture ``b``,
+
+    patches[k, b, p] = x[b, c, i stride + r dilation - padding, j stride + s dilation - padding]
+
+so that a convolution is ``y[o, b, p] = sum_k w[o, k] patches[k, b, p]``. One more row of ones serves the bias, rows of zeros
+fill up to a multiple of eight, which fast matrix products ask for. Imported on machines with CUDA only.
+"""
+
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc,type-arg,import-untyped,import-not-found"
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """The shapes of a convolution; ``apart`` lays patches out picture by picture rather than row by row."""
+
+    channels: int
+    height: int
+    width: int
+    kernel: tuple[int, int]
+    stride: tuple[int, int]
+    padding: tuple[int, int]
+    dilation: tuple[int, int]
+    bias: bool
+    apart: bool
+
+    @cached_property
+    def out(self) -> tuple[int, int]:
+        """Height and width of the output."""
+        sizes = zip((self.height, self.width), self.kernel, self.stride, self.padding, self.dilation, strict=True)
+        rows, columns = ((n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, s, p, d in sizes)
+        return rows, columns
+
+    @property
+    def inner(self) -> int:
+        """Length of a patch."""
+        return self.channels * self.kernel[0] * self.kernel[1]
+
+    @property
+    def rows(self) -> int:
+        """Rows of the matrix of patches: a patch, the row of ones, rows of zeros."""
+        return -(-(self.inner + self.bias) // 8) * 8
+
+    @property
+    def sizes(self) -> dict[str, int | bool]:
+        """What the kernels are compiled for."""
+        return {
+            "C": self.channels, "H": self.height, "W": self.width, "OH": self.out[0], "OW": self.out[1],
+            "R": self.kernel[0], "S": self.kernel[1], "SH": self.stride[0], "SW": self.stride[1],
+            "PH": self.padding[0], "PW": self.padding[1], "DH": self.dilation[0], "DW": self.dilation[1],
+            "K": self.rows, "APART": self.apart,
+        }  # fmt: skip
+
+
+@triton.jit
+def _gather(
+    x, out, pixels,
+    C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, OH: tl.constexpr, OW: tl.constexpr, R: tl.constexpr,
+    S: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr, DH: tl.constexpr,
+    DW: tl.constexpr, K: tl.constexpr, APART: tl.constexpr, ONES: tl.constexpr, BK: tl.constexpr, BP: tl.constexpr,
+):  # fmt: skip
+    client = tl.program_id(2).to(tl.int64)
+    q = tl.program_id(0) * BP + tl.arange(0, BP)
+    k = tl.program_id(1) * BK + tl.arange(0, BK)
+    b, p = q // (OH * OW), q % (OH * OW)
+    c, r, s = k // (R * S), (k % (R * S)) // S, k % S
+    top, left = (p // OW) * SH - PH, (p % OW) * SW - PW
+    here = (q < pixels)[None, :] & (k < K)[:, None]
+    inside = here & (k < C * R * S)[:, None]
+    if PH > 0:
+        i = top[None, :] + (r * DH)[:, None]
+        inside = inside & (i >= 0) & (i < H)
+    if PW > 0:
+        j = left[None, :] + (s * DW)[:, None]
+        inside = inside & (j >= 0) & (j < W)
+    source = x + client * (pixels // (OH * OW)) * (C * H * W)
+    # A sum of a part for the pixel and a part for the row: one addition per element.
+    pixel = b * (C * H * W) + top * W + left
+    row = c * (H * W) + (r * DH) * W + s * DW
+    value = tl.load(source + (pixel[None, :] + row[:, None]), mask=inside, other=0.0)
+    if ONES:
+        value = tl.where((k == C * R * S)[:, None], 1.0, value)
+    if APART:
+        where = (b * (K * OH * OW) + p)[None, :] + (k * (OH * OW))[:, None]
+    else:
+        where = q[None, :] + k[:, None] * pixels
+    tl.store(out + client * pixels * K + where, value, mask=here)
+
+
+@triton.jit
+def _scatter(
+    d, dx, cells, pixels,
+    C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, OH: tl.constexpr, OW: tl.constexpr, R: tl.constexpr,
+    S: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr, DH: tl.constexpr,
+    DW: tl.constexpr, K: tl.constexpr, APART: tl.constexpr, SUM: tl.constexpr, BQ: tl.constexpr,
+):  # fmt: skip
+    client = tl.program_id(1).to(tl.int64)
+    q = tl.program_id(0) * BQ + tl.arange(0, BQ)
+    b, c = q // (C * H * W), (q // (H * W)) % C
+    h, w = (q // W) % H + PH, q % W + PW
+    d += client * pixels * K
+    total = tl.zeros((BQ,), SUM)
+    for r in tl.static_range(R):
+        for s in tl.static_range(S):
+            i, j = h - r * DH, w - s * DW
+            inside = (q < cells) & (i >= 0) & (j >= 0) & (i % SH == 0) & (j % SW == 0)
+            i, j = i // SH, j // SW
+            inside = inside & (i < OH) & (j < OW)
+            k = (c * R + r) * S + s
+            if APART:
+                where = (b * K + k) * (OH * OW) + i * OW + j
+            else:
+                where = k * pixels + b * (OH * OW) + i * OW + j
+            total += tl.load(d + where, mask=inside, other=0.0).to(SUM)
+    tl.store(dx + client * cells + q, total.to(dx.dtype.element_ty), mask=q < cells)
+
+
+@triton.jit
+def _pool(
+    x, y, place, cells,
+    H: tl.constexpr, W: tl.constexpr, OH: tl.constexpr, OW: tl.constexpr, R: tl.constexpr, S: tl.constexpr,
+    BQ: tl.constexpr,
+):  # fmt: skip
+    client = tl.program_id(1).to(tl.int64)
+    q = tl.program_id(0) * BQ + tl.arange(0, BQ)
+    here = q < cells
+    x += client * (cells // (OH * OW)) * (H * W)
+    y += client * cells
+    place += client * cells
+    plane, i, j = q // (OH * OW), (q // OW) % OH, q % OW
+    corner = x + plane * (H * W) + i * (R * W) + j * S
+    best = tl.load(corner, mask=here, other=0.0)
+    spot = tl.zeros((BQ,), tl.uint8)
+    for r in tl.static_range(R):
+        for s in tl.static_range(S):
+            if r + s > 0:
+                value = tl.load(corner + r * W + s, mask=here, other=0.0)
+                better = (value > best) | (value != value)
+                best = tl.where(better, value, best)
+                spot = tl.where(better, r * S + s, spot).to(tl.uint8)
+    tl.store(y + q, best, mask=here)
+    tl.store(place + q, spot, mask=here)
+
+
+@triton.jit
+def _unpool(
+    dy, place, dx, cells,
+    H: tl.constexpr, W: tl.constexpr, OH: tl.constexpr, OW: tl.constexpr, R: tl.constexpr, S: tl.constexpr,
+    BQ: tl.constexpr,
+):  # fmt: skip
+    client = tl.program_id(1).to(tl.int64)
+    q = tl.program_id(0) * BQ + tl.arange(0, BQ)
+    outputs = (cells // (H * W)) * (OH * OW)
+    dy += client * outputs
+    place += client * outputs
+    dx += client * cells
+    plane, h, w = q // (H * W), (q // W) % H, q % W
+    i, j = h // R, w // S
+    inside = (q < cells) & (i < OH) & (j < OW)
+    where = plane * (OH * OW) + i * OW + j
+    chosen = tl.load(place + where, mask=inside, other=255)
+    value = tl.load(dy + where, mask=inside, other=0.0)
+    tl.store(dx + q, tl.where(chosen == (h % R) * S + w % S, value, 0.0), mask=q < cells)
+
+
+def gathered(x: Tensor, shape: Geometry) -> Tensor:
+    """Patches of (clients, batch, channels, height, width): (clients, rows, pixels), or picture by picture."""
+    clients, batch = x.shape[:2]
+    area = shape.out[0] * shape.out[1]
+    pixels, rows = batch * area, shape.rows
+    out = x.new_empty((clients, batch, rows, area) if shape.apart else (clients, rows, pixels))
+    grid = (triton.cdiv(pixels, 256), triton.cdiv(rows, 8), clients)
+    _gather[grid](x, out, pixels, **shape.sizes, ONES=shape.bias, BK=8, BP=256, num_warps=4)
+    return out
+
+
+def scattered(d: Tensor, size: torch.Size, shape: Geometry) -> Tensor:
+    """What patches got, added up where they came from."""
+    clients, batch = size[:2]
+    dx = d.new_empty(size)
+    cells = dx[0].numel()
+    pixels = batch * shape.out[0] * shape.out[1]
+    wide = tl.float64 if d.dtype == torch.float64 else tl.float32
+    _scatter[(triton.cdiv(cells, 512), clients)](d, dx, cells, pixels, **shape.sizes, SUM=wide, BQ=512, num_warps=4)
+    return dx
+
+
+def largest(x: Tensor, kernel: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """The largest value of each window of (clients, planes, height, width), and its place in the window."""
+    clients, planes, height, width = x.shape
+    rows, columns = height // kernel[0], width // kernel[1]
+    y = x.new_empty(clients, planes, rows, columns)
+    place = torch.empty(y.shape, dtype=torch.uint8, device=x.device)
+    cells = planes * rows * columns
+    _pool[(triton.cdiv(cells, 512), clients)](
+        x, y, place, cells, H=height, W=width, OH=rows, OW=columns, R=kernel[0], S=kernel[1], BQ=512, num_warps=4
+    )
+    return y, place
+
+
+def returned(dy: Tensor, place: Tensor, size: torch.Size, kernel: tuple[int, int]) -> Tensor:
+    """The gradient of :func:`largest`."""
+    dx = dy.new_empty(size)
+    clients, planes, height, width = size
+    cells = planes * height * width
+    rows, columns = dy.shape[2:]
+    _unpool[(triton.cdiv(cells, 1024), clients)](
+        dy, place, dx, cells, H=height, W=width, OH=rows, OW=columns, R=kernel[0], S=kernel[1], BQ=1024, num_warps=4
+    )
+    return dx
