@@ -27,6 +27,7 @@ CASES = {
     "FedAvg": "fedavg('uniform') + lag(k=0)",
     "FedAvg(31) then local": "fedavg_then_local(rounds=31)",
     "FedPer": "fedper",
+    "FedAvg, fine-tuned": "fedavg_ft",
     "FedLAG k=5": f"fedlag(k=5, {TENSOR})",
     "FedLAG k=3": f"fedlag(k=3, {TENSOR})",
     "FedLAG k=10": f"fedlag(k=10, {TENSOR})",

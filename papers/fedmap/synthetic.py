@@ -100,7 +100,7 @@ def report(log: Path) -> str:
             short = [x["found"]["curve_balanced"][at] for x in local if at < len(x["found"]["curve_balanced"])]
             plain = [x["found"]["curve_accuracy"][at][1] for x in local if at < len(x["found"]["curve_accuracy"])]
             if short and epochs < EPOCHS[-1]:
-                rows.append([f"Local, {epochs} epochs", tables.spread(short), tables.spread(plain), "–", "–", "–"])
+                rows.append([f"Local, {epochs} epochs", tables.spread(short), tables.spread(plain), "–", "–", "–", "–"])
         for (name,), found in named.items():
             paper = PUBLISHED[str(skew)].get("Individual" if name == "Local" else str(name))
             printed = "–" if paper is None else f"{paper[0]:.2f}" + ("" if paper[1] is None else f" ({paper[1]:.2f})")
@@ -110,7 +110,10 @@ def report(log: Path) -> str:
                     tables.spread(tables.values(found, "balanced_accuracy").values()),
                     tables.spread(tables.values(found, "accuracy").values()),
                     tables.spread(tables.values(found, "balanced_accuracy_second").values()),
-                    tables.signed(tables.difference(found, local, "balanced_accuracy")),
+                    *(
+                        "–" if name == "Local" else tables.signed(tables.difference(found, local, metric))
+                        for metric in ("balanced_accuracy", "balanced_accuracy_second")
+                    ),
                     printed,
                 ]
             )
@@ -120,6 +123,7 @@ def report(log: Path) -> str:
             "accuracy",
             "balanced, clients 6–10",
             "against Local",
+            "6–10 against Local",
             "published (6–10)",
         ]
         texts.append(f"{skew} skew\n\n{tables.markdown(head, rows)}")

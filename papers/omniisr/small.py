@@ -48,7 +48,7 @@ def cases(options: argparse.Namespace) -> Iterator[study.Case]:
         common |= {"rows": options.rows} if options.rows else {}
         if options.part in ("points", "terms"):
             named = POINTS if options.part == "points" else TERMS
-            for mode in ("federated", "centralised"):
+            for mode in options.modes:
                 for name in ("none", *study.chosen(named, options.only)):
                     text = "" if name == "none" else named[name]
                     yield {"name": name, "isr": text, "mode": mode, "alpha": 0.1, **common}
@@ -57,9 +57,10 @@ def cases(options: argparse.Namespace) -> Iterator[study.Case]:
                 for name, text in (("none", ""), ("both", "isr")):
                     yield {"name": name, "isr": text, "mode": "federated", "alpha": alpha, **common}
         else:
-            for alpha in (0.1, 1.0):
-                for name, text in (("none", ""), *TERMS.items()):
+            for alpha in options.alphas:
+                for name in ("none", *study.chosen(TERMS, options.only)):
                     if name != "personal adapters":
+                        text = "" if name == "none" else TERMS[name]
                         yield {"name": name, "isr": text, "mode": "federated", "alpha": alpha, **common}
 
 
@@ -79,7 +80,7 @@ def run(case: study.Case, images: fl.data.Dataset, options: argparse.Namespace) 
         optimizer=fl.sgd(0.05),
         seed=case["seed"],
         device="cpu",
-        diagnostics={"every": 5, "clients": 20, "rows": 128} if kappa else None,
+        diagnostics={"every": 10, "clients": 10, "rows": 64} if kappa else None,
         evaluate={"every": 1 if case["part"] == "skew" else options.every},
         progress=False,
     )
@@ -135,6 +136,8 @@ def main() -> None:
     parser = study.arguments(__doc__, HERE / "results", rounds=30, every=0)
     parser.add_argument("--part", choices=("points", "terms", "skew", "kappa"), default="points")
     parser.add_argument("--data", default="digits")
+    parser.add_argument("--alphas", type=float, nargs="+", default=[0.1, 1.0], help="of the part kappa")
+    parser.add_argument("--modes", nargs="+", default=["federated", "centralised"], help="of points and terms")
     options = parser.parse_args()
     log = options.out / "small.jsonl"
     if not options.table:
