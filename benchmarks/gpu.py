@@ -1,0 +1,215 @@
+"""Cohorts on one GPU beside a hand-written loop, in one process: networks, methods, precisions, unequal clients.
+
+    python benchmarks/gpu.py                     # everything (about two minutes on an H200)
+    python benchmarks/gpu.py --only cnn methods
+
+Images are CIFAR-shaped bytes on the device, batch 64, one local epoch, SGD; rows of the perceptron are numbers, batch 32, Adam. The loop has
+its data on the device and torch's default precision; so has fedloom in fp32. Medians of rounds from the third on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import platform
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from datetime import date
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fedloom as fl
+from fedloom.engines.vectorised import VectorisedEngine
+
+RESULTS = Path(__file__).parent / "results"
+Make = Callable[[], nn.Module]
+
+
+def perceptron() -> nn.Module:
+    return nn.Sequential(nn.Linear(30, 32), nn.ReLU(), nn.Linear(32, 16), nn.ReLU(), nn.Linear(16, 2))
+
+
+def pictures(sizes: Sequence[int], shape: tuple[int, ...] = (3, 32, 32), classes: int = 10) -> list[tuple[Any, Any]]:
+    """Clients of random byte images; with a label per picture, or per pixel for larger ones."""
+    draw = np.random.default_rng(0)
+    labels = (
+        (lambda n: draw.integers(0, classes, n))
+        if shape[1] == 32
+        else (lambda n: draw.integers(0, classes, (n, *shape[1:])))
+    )
+    return [(draw.integers(0, 255, (n, *shape), dtype=np.uint8), labels(n)) for n in sizes]
+
+
+def rows(clients: int) -> list[tuple[Any, Any]]:
+    """Clients of random numbers."""
+    draw = np.random.default_rng(0)
+    return [(draw.normal(size=(1400, 30)).astype("f4"), draw.integers(0, 2, 1400)) for _ in range(clients)]
+
+
+def by_hand(make: Make, data: Sequence[tuple[Any, Any]], cohort: int, batch: int, adam: bool, rounds: int = 3) -> float:
+    """Seconds a round of FedAvg as one would write it; the fastest of three."""
+    torch.manual_seed(0)
+    model = make().cuda()
+    on_device = [(torch.from_numpy(x).cuda(), torch.from_numpy(y).cuda()) for x, y in data]
+    times = []
+    for round in range(rounds):
+        chosen = np.random.default_rng(round).choice(len(data), cohort, replace=False)
+        torch.cuda.synchronize()
+        begun = time.perf_counter()
+        states = []
+        for k in chosen:
+            local = copy.deepcopy(model).train()
+            optimizer = (
+                torch.optim.Adam(local.parameters(), 1e-3) if adam else torch.optim.SGD(local.parameters(), 0.05)
+            )
+            x, y = on_device[k]
+            order = torch.randperm(len(y), device="cuda")
+            for i in range(0, len(y), batch):
+                index = order[i : i + batch]
+                here: Tensor = x[index]
+                here = here.float() / 255 if here.dtype is torch.uint8 else here
+                optimizer.zero_grad()
+                F.cross_entropy(local(here), y[index]).backward()
+                optimizer.step()
+            states.append(local.state_dict())
+        model.load_state_dict({n: sum(s[n] for s in states) / cohort for n in states[0]})
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - begun)
+    return min(times)
+
+
+def ours(
+    method: str, make: Make, data: Sequence[tuple[Any, Any]], cohort: int, batch: int, adam: bool, precision: str
+) -> float:
+    """Seconds a round of fedloom."""
+    task = "segmentation" if data[0][1].ndim > 1 else "classification"
+    federation = fl.Federation.from_arrays([((x, y), (x[:4], y[:4])) for x, y in data])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        result = fl.fit(
+            method,
+            make,
+            federation,
+            task=task,
+            rounds=10,
+            cohort=cohort,
+            epochs=1,
+            batch_size=batch,
+            optimizer=fl.adam(1e-3) if adam else fl.sgd(0.05),
+            engine=VectorisedEngine(),
+            device="cuda",
+            precision=precision,
+            evaluate={"every": 0},
+            progress=False,
+        )
+    return statistics.median(r["seconds"] for r in result.history[2:])
+
+
+def networks() -> list[str]:
+    """A table: fedavg on networks and cohorts."""
+    images, numbers = pictures([500] * 100), rows(100)
+    scenes = pictures([32] * 4, (3, 180, 240), 11)
+    cases: dict[str, tuple[Make, Any, int, int, bool]] = {
+        "pfllib_cnn, 10 clients": (fl.models.pfllib_cnn, images, 10, 64, False),
+        "pfllib_cnn, 50 clients": (fl.models.pfllib_cnn, images, 50, 64, False),
+        "convnet4, 10 clients": (fl.models.convnet4, images, 10, 64, False),
+        "convnet4, 50 clients": (fl.models.convnet4, images, 50, 64, False),
+        "resnet18 (BatchNorm), 10 clients": (fl.models.resnet18, images, 10, 64, False),
+        "MLP 30-32-16-2, 100 clients": (perceptron, numbers, 100, 32, True),
+        "topformer_t, 240x180, 4 clients, batch 8": (
+            partial(fl.models.topformer_t, num_classes=11),
+            scenes,
+            4,
+            8,
+            False,
+        ),
+    }
+    lines = [
+        "| network | by hand, s | fp32, s | ratio | tf32, s | ratio | bf16, s | ratio |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for name, (make, data, cohort, batch, adam) in cases.items():
+        plain = by_hand(make, data, cohort, batch, adam)
+        cells = []
+        for precision in ("fp32", "tf32", "bf16"):
+            try:
+                seconds = ours("fedavg", make, data, cohort, batch, adam, precision)
+                cells.append(f"{seconds:.4f} | {plain / seconds:.1f}")
+            except (RuntimeError, ValueError) as error:
+                cells.append(f"failed: {str(error).splitlines()[0][:90]} | –")
+        lines.append(f"| {name} | {plain:.4f} | " + " | ".join(cells) + " |")
+        print(lines[-1], flush=True)
+    return lines
+
+
+def methods() -> list[str]:
+    """A table: methods on one network, beside fedavg and what their definition demands."""
+    images = pictures([500] * 100)
+    demanded = {
+        "fedavg": (1.0, "one forward and backward pass a step"),
+        "scaffold": (1.0, "the same"),
+        "fedmap": (1.0, "the same"),
+        "fedavg + isr + lag(k=2)": (1.0, "the same, and the losses at the taps"),
+        "fedaims": (1.33, "the same, and a sweep forward over all rows"),
+        "ditto": (2.0, "two models"),
+        "moon": (1.67, "two more forward passes"),
+    }
+    lines = ["| method | s a round | over fedavg | passes demanded | why |", "|---|---|---|---|---|"]
+    base = None
+    for name, (passes, why) in demanded.items():
+        seconds = ours(name, fl.models.pfllib_cnn, images, 10, 64, False, "fp32")
+        base = base or seconds
+        lines.append(f"| {name} | {seconds:.4f} | {seconds / base:.2f} | {passes:.2f} | {why} |")
+        print(lines[-1], flush=True)
+    return lines
+
+
+def unequal() -> list[str]:
+    """Seconds of cohorts of unequal clients beside equal ones of the same total."""
+    draw = np.random.default_rng(0)
+    shares = np.stack([draw.dirichlet([0.1] * 20) for _ in range(10)])
+    sizes = np.maximum(10, (shares * 1000).sum(0)).astype(int).tolist()
+    even = [sum(sizes) // len(sizes)] * len(sizes)
+    found = [ours("fedavg", fl.models.pfllib_cnn, pictures(s), len(s), 64, False, "fp32") for s in (sizes, even)]
+    return [
+        "| 20 clients, pfllib_cnn | rows | s a round |",
+        "|---|---|---|",
+        f"| Dirichlet 0.1 sizes ({min(sizes)} to {max(sizes)}) | {sum(sizes)} | {found[0]:.4f} |",
+        f"| equal sizes | {sum(even)} | {found[1]:.4f} |",
+    ]
+
+
+PARTS: dict[str, Callable[[], list[str]]] = {"networks": networks, "methods": methods, "unequal": unequal}
+
+
+def main() -> None:
+    """Measures and writes the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=list(PARTS), default=list(PARTS))
+    chosen = parser.parse_args().only
+    if not torch.cuda.is_available():
+        print("no CUDA device: nothing to measure")
+        return
+    lines = [
+        f"# gpu, {date.today().isoformat()}",
+        "",
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, Python {platform.python_version()}. {(__doc__ or '').strip().splitlines()[-2]}",
+    ]
+    for part in chosen:
+        lines += ["", *PARTS[part]()]
+    text = "\n".join([*lines, ""])
+    print(text)
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / f"gpu-{date.today().isoformat()}.md").write_text(text)
+
+
+if __name__ == "__main__":
+    main()
