@@ -90,10 +90,11 @@ def pages() -> dict[str, str]:
 def index(name: str, table: dict[str, Entry]) -> str:
     """The list of all methods or plug-ins."""
     title = {"methods": "Methods", "plugins": "Plug-ins"}[name]
-    lines = [f"# {title}", "", INDEX[name], "", "| | | paper |", "|---|---|---|"]
+    lines = [f"# {title}", "", INDEX[name], "", "| name | what it does |", "|---|---|"]
     for key in sorted(table):
         entry = table[key]
-        lines.append(f"| [`{key}`]({key}.md) | {cell(entry.summary)} | {cell(entry.paper)} |")
+        paper = f"<br><small>{cell(entry.paper)}</small>" if entry.paper else ""
+        lines.append(f"| [`{key}`]({key}.md) | {cell(entry.summary)}{paper} |")
     return "\n".join(lines) + "\n"
 
 
@@ -229,5 +230,6 @@ def source(entry: Entry) -> str:
 
 
 def cell(text: str) -> str:
-    """Text in a table."""
-    return text.replace("|", "\\|").replace("\n", " ")
+    """Text in a table; bars within code stay as they are."""
+    pieces = re.split(r"(`+[^`]*`+)", text.replace("\n", " "))
+    return "".join(p if p.startswith("`") else p.replace("|", "\\|") for p in pieces)
