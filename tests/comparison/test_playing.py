@@ -17,7 +17,7 @@ import fedloom as fl
 from fedloom.comparison import playing, resources
 from fedloom.comparison.playing import KILLED
 from fedloom.registry import METHODS
-from tests.comparison import sources
+from tests.comparison import recipes, sources
 
 QUICK: dict[str, Any] = {
     "rounds": 2,
@@ -118,9 +118,10 @@ def test_a_failed_cell_is_shown_and_tried_again(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def own() -> Iterator[str]:
+def own(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A method that only a module of one's own registers; it is gone afterwards."""
-    importlib.reload(importlib.import_module("tests.comparison.recipes"))
+    monkeypatch.setenv(recipes.OWN, "1")
+    importlib.reload(recipes)
     yield "compared_near(mu=0.5)"
     METHODS.pop("compared_near")
 
