@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
+
+import torch
 
 from fedloom import evaluation, rng, server
 from fedloom.bound import Bound, BoundPhase
+from fedloom.client import Desk
 from fedloom.data import Federation
+from fedloom.engines.loop import Single
 from fedloom.errors import UserError
 from fedloom.run import Run
 from fedloom.slots import Judge, Phase, Program, Send, Step
 from fedloom.tasks.base import Metrics
-from fedloom.work import ClientState, Participant, Site
+from fedloom.work import ClientState, Participant, Post, Site
 
 
 def held_out(data: Federation, share: float, seed: int) -> tuple[str, ...]:
@@ -40,9 +44,31 @@ def judge(run: Run, sites: Mapping[str, Site], epochs: int) -> dict[str, Metrics
         sites: the new clients.
         epochs: passes over their training rows.
     """
-    names = [n for n, site in sites.items() if site.test is not None]
-    if not names:
+    tested = {n: site for n, site in sites.items() if site.test is not None}
+    if not tested:
         return {}
+    worker, program, post, people = _prepared(run, tested, epochs)
+    replies = run.engine.run_cohort(worker, run.work, program, post, people)
+    sizes = {n: len(rows) for n, site in tested.items() if (rows := site.test) is not None}
+    return evaluation.own_metrics(worker.task, replies, sizes)
+
+
+def desks(run: Run, names: Iterable[str]) -> Iterator[Desk]:
+    """The desks of new clients after their adaptation: their own models, ready for use."""
+    sites = {n: run.new[n] for n in names}
+    if not sites:
+        return
+    worker, program, post, people = _prepared(run, sites, run.adapt_epochs)
+    for person in people:
+        desk = Desk(worker, run.work, post, [person], Single())
+        with torch.inference_mode(False), torch.enable_grad():
+            desk.run(tuple(step for step in program if not isinstance(step, Judge)))
+        yield desk
+
+
+def _prepared(run: Run, sites: Mapping[str, Site], epochs: int) -> tuple[Bound, Program, Post, list[Participant]]:
+    """What new clients are asked to do, and what they are sent."""
+    names = list(sites)
     bound = run.at(run.state.round)
     cohort = replace(run.cohort([], run.state.round), ids=tuple(names), rows=tuple(len(sites[n].train) for n in names))
     states = dict.fromkeys(names, ClientState())
@@ -55,9 +81,7 @@ def judge(run: Run, sites: Mapping[str, Site], epochs: int) -> dict[str, Metrics
     post = server.post(bound, state, cohort, sent.post.broadcast, tested=True)
     program, worker = personal_program(bound, epochs, server.personal_now(bound, run.state))
     people = [Participant(sites[n], states[n], dict(sent.addressed[n]), sent.keys.get(n)) for n in names]
-    replies = run.engine.run_cohort(worker, run.work, program, post, people)
-    sizes = {n: len(rows) for n in names if (rows := sites[n].test) is not None}
-    return evaluation.own_metrics(bound.task, replies, sizes)
+    return worker, program, post, people
 
 
 def personal_program(bound: Bound, epochs: int, off: Collection[str] = ()) -> tuple[Program, Bound]:

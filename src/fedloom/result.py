@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
+from fedloom import newcomers
 from fedloom.client import Desk
 from fedloom.errors import UserError
 from fedloom.run import Record, Run
@@ -234,7 +235,7 @@ class Result:
         """A client's own model, or with no argument the shared one.
 
         The module is of the user's own class where its plain output is the prediction, else a wrapper that takes the method's
-        predict route. It is a copy, on the CPU, in evaluation mode.
+        predict route. It is a copy, on the CPU, in evaluation mode. A new client's is the one that was adapted at the end.
         """
         if client is not None:
             client = self.clients[client].id
@@ -243,11 +244,11 @@ class Result:
             return self.models.model(client)
         run = self.run
         bound = run.at(run.state.round)
-        if client is None or client not in run.judges:
+        if client is None:
             rule = bound.method.evaluate.tested
             leaves = run.state.leaves if rule is None else rule(run.state.leaves, run.state.memory)
             return bound.network.as_module(leaves)
-        desk = run.desk(client)
+        desk = next(newcomers.desks(run, [client])) if client in run.new else run.desk(client)
         if bound.method.evaluate.predict is None and bound.method.partition.rewrite is None:
             return bound.network.as_module(bound.of_copy(desk.leaves, bound.method.evaluate.copy))
         return Routed(desk)

@@ -49,6 +49,8 @@ class Run:
         participation: who takes part in a round.
         trace: who is available in each round, where participation says so.
         moments: when the clients of a round are tested besides its end: ``before`` and ``after`` their training.
+        new: clients that never take part and are adapted at the end.
+        adapt_epochs: epochs of their adaptation.
         told: what clients sent in the setup program, until the first round has counted its bytes.
         watch: called in a round with the bound method, the server before it and the sorted replies, before they are reduced.
     """
@@ -66,6 +68,8 @@ class Run:
     participation: Participation = field(default_factory=Participation)
     trace: sampling.Trace = ()
     moments: tuple[str, ...] = ()
+    new: Mapping[str, Site] = field(default_factory=dict)
+    adapt_epochs: int = 5
     told: list[Reply] = field(default_factory=list)
     watch: Callable[[Bound, ServerState, Outcome], None] | None = None
     _roster: tuple[Mapping[str, Site], sampling.Roster] | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -182,8 +183,8 @@ class Session:
         checked = state.validate(whom)
         if checked:
             found |= {f"val_{k}": v for k, v in evaluation.summary(task, checked).items() if k in ("loss", p)}
-        if self.folder is not None and (parts := self._terms()):
-            found["terms"] = parts
+        if self.folder is not None:
+            found |= self._parts()
         if last and self.new:
             self.fresh = newcomers.judge(state, self.new, self.options.adapt_epochs)
             found |= {f"new_{k}": v for k, v in evaluation.summary(task, self.fresh).items()}
@@ -191,12 +192,15 @@ class Session:
             self._warn(found)
         return found
 
-    def _terms(self) -> Record:
-        """The parts of the loss. A method whose terms cannot be measured by themselves still has its run."""
-        try:
-            return dict(diagnostics.term_values(self.state))
-        except Exception:  # whatever a stranger's term raises outside of training, the run is none the worse for it
-            return {}
+    def _parts(self) -> Record:
+        """The parts of the loss, and what taps tell of the labels. Where they cannot be measured the run goes on without."""
+        found: Record = {}
+        for name, measure in (("terms", diagnostics.term_values), ("information", diagnostics.information_bounds)):
+            # Whatever a stranger's term raises outside of training, the run is none the worse for it.
+            with contextlib.suppress(Exception):
+                if parts := dict(measure(self.state)):
+                    found[name] = parts
+        return found
 
     def _whom(self, sampled: Sequence[str], last: bool) -> list[str]:
         names, whom = list(self.state.judges), self.options.clients

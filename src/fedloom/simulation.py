@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import platform
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from fedloom import building, config, diagnostics, expr, newcomers, sampling, server, tasks
+from fedloom import building, config, diagnostics, expr, newcomers, resolved, sampling, server, tasks
 from fedloom import loggers as logging
 from fedloom.data import ClientData, Federation, concatenate
 from fedloom.data.augment import Augmentation, augment_table, augmentation
@@ -175,7 +174,7 @@ def fit(
     notes = building.notes_of(chosen, sgd)
     tables = {
         "data": data_table or {"fingerprint": rows_fingerprint(federation)},
-        "model": model_table if "name" in model_table else _given(model_table, net),
+        "model": model_table if "name" in model_table else resolved.given_model(model_table, net),
         "optimizer": config.optimizer_table(sgd),
         "evaluate": config.table_of(judging),
         "participation": config.table_of(asking),
@@ -183,8 +182,9 @@ def fit(
         "augment": augment_table(changes),
         "diagnostics": None if asked is None else config.table_of(asked),
     }
-    full = _configuration(chosen, settings, tables, goal, state, notes)
-    full["resolved"] |= _shapes(federation, net)
+    full = resolved.configuration(chosen, settings, tables, goal, state, notes)
+    full["resolved"] |= resolved.shapes(federation, net)
+    full["resolved"] |= _settled(state)
     full["resolved"]["plan"] = plan.record()
     if ranks is not None:
         full["resolved"]["ranks"] = ranks.count
@@ -205,6 +205,7 @@ def fit(
     )
     if isinstance(state.engine, VectorisedEngine):
         state.engine.told = lambda wave: _halved(full, session.folder, wave)
+    state.new, state.adapt_epochs = session.new, judging.adapt_epochs
     if ranks is not None:
         state.engine = DistributedEngine(state.engine, ranks)
     state.clients = ClientStore(device=where) if session.folder is None else session.folder.clients(where)
@@ -280,12 +281,6 @@ def _model(
     return made, table
 
 
-def _given(table: Table, net: Network) -> Table:
-    """The table of a module that was given in Python: its class, leaves, and a hash of its initial weights."""
-    leaves = {name: list(value.shape) for name, value in net.start.items()}
-    return {**table, "given": type(net.module).__name__, "sha256": fingerprint(net), "leaves": leaves}
-
-
 def _run(
     method: Method,
     net: Network,
@@ -322,62 +317,19 @@ def _run(
     )
 
 
+def _settled(state: Run) -> Table:
+    """What the options of plug-ins came to for this model, by plug-in."""
+    bounds = (state.bound, *state.later.values())
+    found = [(e, b.structure) for b in bounds for e in b.method.partition.extras]
+    return {e.owner: config.plain(dict(e.resolved(structure))) for e, structure in found if e.resolved is not None}
+
+
 def _hybrid(state: Run, data: Federation, mixing: Mixing | None, where: torch.device) -> Hybrid | None:
     if mixing is None:
         return None
     assert data.cloud is not None
     cloud = ClientData(CLOUD, data.cloud)
     return Hybrid(building.make_site(cloud, state.bound.task, state.bound.structure.outputs, where), mixing)
-
-
-def _configuration(
-    method: Method, settings: Settings, tables: Mapping[str, Table | None], task: Task, state: Run, notes: Sequence[str]
-) -> Table:
-    """The whole resolved configuration: what ``run.toml`` holds."""
-    try:
-        expr.method(method.text)
-        known = True
-    except UserError:
-        known = False
-    repeatable = known and "fingerprint" not in (tables["data"] or {}) and "name" in (tables["model"] or {})
-    repeatable = repeatable and "given" not in (tables["augment"] or {})
-    full: Table = {"method": method.text, **config.table_of(settings)}
-    full |= {key: config.plain(table) for key, table in tables.items() if table}
-    full["repeatable"] = repeatable and tasks.TASKS.get(task.name) is task
-    full["resolved"] = {
-        "engine": state.engine.name,
-        "device": str(next(iter(state.state.leaves.values())).device),
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "clients": len(state.judges),
-        "cohort": state.size,
-        "primary": task.primary,
-        "higher_is_better": task.higher_is_better,
-        "buffers": buffer_policy(state),
-        "notes": list(notes),
-    }
-    return full
-
-
-def _shapes(data: Federation, net: Network) -> Table:
-    """What is needed to make the network again, and to use it, without the data."""
-    x = data.clients[0].train.x
-    found: Table = {"outputs": net.structure.outputs, "classes": list(data.classes or ())}
-    if isinstance(x, torch.Tensor):
-        found |= {"shape": list(x.shape[1:]), "bytes": x.dtype == torch.uint8}
-    if data.scale is not None:
-        found["scale"] = {"mean": list(data.scale.mean), "std": list(data.scale.std)}
-    return found
-
-
-def buffer_policy(state: Run) -> str:
-    """What happens to batch normalisation's running statistics."""
-    kinds = {s.kind for s in state.bound.specs.values() if s.buffer and s.copy == "main"}
-    if not kinds:
-        return "none"
-    said = {"shared": "averaged", "mirrored": "averaged, clients keep their own", "personal": "stay with the clients"}
-    return "; ".join(said.get(k, "frozen") for k in sorted(kinds))
 
 
 def _open(session: Session, data: Federation, full: Table, where: torch.device) -> None:

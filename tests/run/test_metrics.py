@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import warnings
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -142,6 +143,29 @@ def test_new_clients_train_only_what_is_theirs() -> None:
     averaged = fit("fedavg", **options, evaluate={"holdout": 0.25, "adapt_epochs": 5})
     for n in new:
         assert averaged.clients[n].metrics["accuracy"] == pytest.approx(accuracy(averaged.model(), data[n].test))
+
+
+@pytest.mark.parametrize("method", ["fedper", "fedavg", "ditto", "fedrod"])
+def test_the_model_of_a_new_client_is_its_adapted_one(method: str, tmp_path: Path) -> None:
+    """It gives the metrics that were reported of it, in this process and from disk."""
+    data = fl.data.load("digits").partition(fl.dirichlet(0.5), clients=5, seed=0)
+    table = {"name": "digits", "clients": 5, "partition": "dirichlet(0.5)", "seed": 0}
+    result = fit(
+        method,
+        model="mlp",
+        data=table,
+        rounds=2,
+        batch_size=32,
+        evaluate={"holdout": 0.2, "adapt_epochs": 2},
+        out=tmp_path / "run",
+    )
+    (name,) = [n for n, c in result.clients.items() if c.new]
+    for found in (result, fl.load_run(tmp_path / "run")):
+        assert accuracy(found.model(name), data[name].test) == pytest.approx(result.clients[name].metrics["accuracy"])
+    if method != "fedrod":  # its models take a route of their own
+        plain = result.model().state_dict()
+        differs = any(not torch.equal(v, plain[k]) for k, v in result.model(name).state_dict().items())
+        assert differs == (method != "fedavg")
 
 
 @pytest.mark.parametrize("method", fl.list_methods())

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import save as save_tensors
 from torch import Tensor
 
+from fedloom import newcomers
 from fedloom.client import Desk
 from fedloom.data import Federation
 from fedloom.network import Network
@@ -40,6 +41,8 @@ def model_files(run: Run, data: Federation) -> Iterator[tuple[str, bytes]]:
                 prefix = file_name(name) + SEPARATOR
                 shard |= {prefix + k: v for k, v in own_leaves(next(desks), shared).items()}
             yield f"clients-{start // SINGLE + 1:04d}.safetensors", _bytes(shard)
+    for name, desk in zip(run.new, newcomers.desks(run, run.new), strict=True):
+        yield f"new/{file_name(name)}.safetensors", _bytes(own_leaves(desk, shared))
     if data.preprocessing is not None:
         yield "preprocessing.json", json.dumps(data.preprocessing.to_json()).encode()
 

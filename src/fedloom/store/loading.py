@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedloom import building, config, evaluation, expr, tasks
+from fedloom import building, config, evaluation, expr, newcomers, tasks
 from fedloom import run as runs
 from fedloom.bound import bind
 from fedloom.data import Preprocessing
@@ -81,10 +81,11 @@ class SavedModels:
         return read_tensors(self.path / MODELS / "shared.safetensors")
 
     def own(self, client: str) -> Leaves:
-        """The leaves of a client's own model that are not the shared model's; none for a client that never took part."""
+        """The leaves of a client's own model that are not the shared model's."""
+        if self.clients[client].new:
+            place = self.path / MODELS / "new" / f"{file_name(client)}.safetensors"
+            return read_tensors(place) if place.exists() else {}
         names = [n for n, c in self.clients.items() if not c.new]
-        if client not in names:
-            return {}
         if len(names) <= SINGLE:
             return read_tensors(self.path / MODELS / "clients" / f"{file_name(client)}.safetensors")
         shard = names.index(client) // SINGLE + 1
@@ -165,6 +166,7 @@ class SavedModels:
             for c in federation
             if c.id in self.clients
         }
+        new = {name: sites.pop(name) for name, c in self.clients.items() if c.new and name in sites}
         snapshot, _ = found
         work = Work(
             int(self.table["epochs"]),
@@ -184,4 +186,5 @@ class SavedModels:
             clients=snapshot.clients,
             judges={n: (s, POOL if self.table["mode"] == "centralised" else n) for n, s in sites.items()},
         )
-        return Routed(state.desk(client))
+        state.new, state.adapt_epochs = new, int(self.table["evaluate"]["adapt_epochs"])
+        return Routed(next(newcomers.desks(state, [client])) if client in new else state.desk(client))
