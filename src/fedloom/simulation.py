@@ -145,6 +145,10 @@ def fit(
     mixing = read(Mixing, hybrid or {}, "hybrid") if mode == "hybrid" else None
     changes = augmentation(augment)
     asked = None if diagnostics is None else read(Diagnostics, diagnostics, "diagnostics")
+    if judging.folds:
+        raise UserError(
+            f"evaluate.folds={judging.folds}: cross-validation is several runs; use fl.cross_validate or `fedloom run`"
+        )
     if resume and out is None:
         raise UserError("resume=True needs out='folder', the folder of the run to go on with")
     if mode != "centralised" and optimizer_state == "keep":

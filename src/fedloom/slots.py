@@ -96,12 +96,15 @@ class Extra:
         build: ``(structure, generator) -> initial values``.
         kind: how they travel.
         role: whether phases for ``"head"`` or ``"body"`` train them; ``"none"`` for phases that name them only.
+        resolved: ``(structure) -> facts`` (numbers, texts, lists): what the plug-in's options came to for this model, for
+            ``run.toml``, where they are found under ``resolved`` and the owner's name.
     """
 
     owner: str
     build: Callable[[Structure, np.random.Generator], Leaves]
     kind: Kind = "shared"
     role: Literal["head", "body", "none"] = "body"
+    resolved: Callable[[Structure], Mapping[str, Any]] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

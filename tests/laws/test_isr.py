@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import tomllib
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -343,3 +345,20 @@ def test_one_step_of_a_dense_network_on_both_engines(name: str, side: int) -> No
     runs = [fit("omniisr", lambda: model(num_classes=4), data, engine=e, **options) for e in ("loop", "vectorised")]
     assert len([n for n in shared(runs[0]) if n.startswith("isr:")]) == 6
     assert gap(everything(runs[0]), everything(runs[1])) <= 1e-9
+
+
+def test_what_the_options_came_to_is_in_the_run(tmp_path: Path) -> None:
+    """Defaults that shrink, given numbers and names; and per round the bound on the information, as asked for at the end."""
+    data = federation((9, 14))
+    result = fit("fedavg + isr", deep(2), data, rounds=2, out=tmp_path / "few")
+    written = tomllib.loads((tmp_path / "few" / "run.toml").read_text())["resolved"]["isr"]
+    assert written == result.config["resolved"]["isr"] == {"taps": ["1", "3"], "points": 2, "spacing": 1}
+    told = information(result)
+    for tap in ("1", "3"):
+        mean = sum(t.bound for t in told if t.tap == tap) / 2
+        assert result.history[-1]["information"][tap] == pytest.approx(mean, rel=1e-9)
+    given = fit("fedavg + isr(points=2, spacing=3)", deep(5), data, rounds=1)
+    assert given.config["resolved"]["isr"] == {"taps": ["1", "7"], "points": 2, "spacing": 3}
+    named = fit("fedavg + isr(points=['3'])", deep(5), data, rounds=1)
+    assert named.config["resolved"]["isr"] == {"taps": ["3"], "points": 1, "spacing": 0}
+    assert "isr" not in fit("fedavg", deep(2), data, rounds=1).config["resolved"]

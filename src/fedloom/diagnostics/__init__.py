@@ -2,6 +2,6 @@
 
 from fedloom.diagnostics.beside import Row, beside, markdown
 from fedloom.diagnostics.sketch import sketch
-from fedloom.diagnostics.terms import term_values
+from fedloom.diagnostics.terms import information_bounds, term_values
 
-__all__ = ["Row", "beside", "markdown", "sketch", "term_values"]
+__all__ = ["Row", "beside", "information_bounds", "markdown", "sketch", "term_values"]

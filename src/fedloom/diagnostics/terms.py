@@ -11,6 +11,7 @@ from fedloom.data.rows import map_inputs
 from fedloom.engines.loop import Single
 from fedloom.run import Run
 from fedloom.slots import Phase, Receive, Sweep
+from fedloom.taps.report import informed
 from fedloom.types import Batch
 from fedloom.view import View
 
@@ -42,8 +43,7 @@ def term_values(run: Run) -> dict[str, float]:
     phase = bound.phases[first.name]
     if len(phase.terms) < 2:
         return {}
-    ids = list(run.sites)
-    names = [ids[i] for i in sorted({round(i * (len(ids) - 1) / max(1, CLIENTS - 1)) for i in range(CLIENTS)})]
+    names = _few(run)
     _, sent = server.dispatch(bound, run.state, run.cohort(names, run.state.round + 1))
     program = tuple(s for s in steps[:at] if isinstance(s, (Receive, Sweep)))
     totals: dict[str, list[float]] = {}
@@ -53,6 +53,27 @@ def term_values(run: Run) -> dict[str, float]:
         for key, value in _values(desk, phase).items():
             totals.setdefault(key, []).append(value)
     return {key: sum(values) / len(values) for key, values in totals.items()}
+
+
+def information_bounds(run: Run) -> dict[str, float]:
+    """Per supervised tap ``H(Y) - MI_m`` in nats, the mean over a few clients on all their training rows.
+
+    Args:
+        run: a run between two rounds.
+
+    Returns:
+        Bounds by module; empty where the method has no adapters.
+    """
+    found: dict[str, list[float]] = {}
+    for told in informed(run, _few(run)):
+        found.setdefault(told.tap, []).append(told.bound)
+    return {tap: sum(values) / len(values) for tap, values in found.items()}
+
+
+def _few(run: Run) -> list[str]:
+    """The clients on whose rows terms are measured."""
+    ids = list(run.sites)
+    return [ids[i] for i in sorted({round(i * (len(ids) - 1) / max(1, CLIENTS - 1)) for i in range(CLIENTS)})]
 
 
 def _values(desk: Desk, bound_phase: BoundPhase) -> dict[str, float]:

@@ -71,6 +71,15 @@ class Plan:
             self._taps, self._seen = found, structure.calls
         return self._taps
 
+    def resolved(self, structure: Structure) -> dict[str, Any]:
+        """What the options came to: the taps, how many, and how far apart; 0 where they were named or there is but one."""
+        taps = [t.name for t in self.taps(structure)]
+        spacing = 0
+        if not isinstance(self.points, tuple) and len(taps) > 1:
+            listed = [t.name for t in places.candidates(structure, self.most)]
+            spacing = listed.index(taps[1]) - listed.index(taps[0])
+        return {"taps": taps, "points": len(taps), "spacing": spacing}
+
     def supervised(self, i: int, structure: Structure) -> bool:
         """Whether the tap i has an adapter: the task has classes and its alpha is not zero."""
         known = TASKS.get(structure.task)
@@ -138,7 +147,9 @@ def isr(
         if plan.idle:
             return method
         terms = tuple(_term(plan, i, method) for i in range(plan.most) if plan.weights(i) != (0.0, 0.0))
-        extra = Extra(owner=OWNER, build=lambda s, g: _adapters(plan, method, s, g), kind=adapters)
+        extra = Extra(
+            owner=OWNER, build=lambda s, g: _adapters(plan, method, s, g), kind=adapters, resolved=plan.resolved
+        )
         return method.claiming("the intermediate supervision", OWNER).adding(terms=terms, extras=(extra,))
 
     return apply

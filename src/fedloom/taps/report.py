@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ from fedloom.view import View
 
 if TYPE_CHECKING:
     from fedloom.result import Result
+    from fedloom.run import Run
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +188,15 @@ def information(result: Result) -> list[Information]:
     run = result.run
     if run is None:
         raise UserError("information: the run's state is not there; use the result that fit returned")
+    found = informed(run, list(run.sites))
+    if not found:
+        text = run.at(run.state.round).method.text
+        raise UserError(f"information: {text!r} has no adapters to ask; add isr(alpha=...) to the method")
+    return found
+
+
+def informed(run: Run, clients: Sequence[str]) -> list[Information]:
+    """The bound for some clients of a run between two rounds; nothing where the method has no adapters."""
     bound = run.at(run.state.round)
     names = [
         n[4:-7]
@@ -193,7 +204,7 @@ def information(result: Result) -> list[Information]:
         if n.startswith("isr:") and n.endswith(".weight")
     ]
     if not names:
-        raise UserError(f"information: {bound.method.text!r} has no adapters to ask; add isr(alpha=...) to the method")
+        return []
     taps = [named(bound.structure, name, "given") for name in names]
     sweep = Sweep(
         name="information",
@@ -202,7 +213,7 @@ def information(result: Result) -> list[Information]:
         taps=tuple(names),
     )
     found = []
-    for client in run.sites:
+    for client in clients:
         sums = run.desk(client).sweep(sweep)
         share = sums["labels"] / sums["labels"].sum()
         entropy = float(-(share * share.clamp(min=1e-300).log()).sum())
