@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,9 @@ from fedloom.data import ClientData, Federation, Rows, concatenate
 from fedloom.errors import UserError
 from fedloom.result import Result
 from fedloom.rng import stream
+from fedloom.store import disk
+
+FILE = "folds.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +63,15 @@ class CrossValidation:
         lines = [f"{self.metric}, mean over clients: {self.overall}"]
         return "\n".join(lines + [f"  client {name}: {value}" for name, value in self.clients.items()])
 
+    def record(self) -> dict[str, Any]:
+        """As plain values: what ``folds.json`` holds."""
+        return {
+            "metric": self.metric,
+            "runs": len(self.results),
+            "overall": asdict(self.overall),
+            "clients": {name: asdict(value) for name, value in self.clients.items()},
+        }
+
 
 def cross_validate(
     method: Any,
@@ -84,7 +97,7 @@ def cross_validate(
         folds: parts of each client's rows.
         repeats: how often the rows are cut anew.
         seed: of the cuts and of the runs.
-        out: folder for the runs, one folder each.
+        out: folder for the runs, one folder each, and for the numbers (``folds.json``).
         **options: options of ``fit``.
 
     Reference: Nadeau and Bengio, Inference for the generalization error, Machine Learning 52 (2003).
@@ -98,22 +111,27 @@ def cross_validate(
     for name, value, least in (("folds", folds, 2), ("repeats", repeats, 1)):
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise UserError(f"{name}={value!r}: expected a whole number of at least {least}")
-    federation, _ = config.federation_of(data, seed)
+    federation, table = config.federation_of(data, seed)
+    judging = {k: v for k, v in (options.pop("evaluate", None) or {}).items() if k not in ("folds", "repeats")}
+    judging |= {k: table[k] for k in ("holdout", "adapt_epochs") if k in table}
     results = []
     for repeat in range(1, repeats + 1):
         for fold in range(1, folds + 1):
             part = folded(federation, folds, fold - 1, seed, repeat)
             place = None if out is None else Path(out) / f"repeat-{repeat}-fold-{fold}"
-            results.append(simulation.fit(method, model, part, seed=seed, out=place, **options))
+            results.append(simulation.fit(method, model, part, seed=seed, out=place, evaluate=judging, **options))
     metric = results[0].task.primary
     names = list(results[0].clients)
     values = {n: [v for r in results if (v := r.clients[n].metrics.get(metric)) is not None] for n in names}
     means = [v for r in results if (v := r.summary().mean) is not None]
     if not means:
         raise UserError("cross_validate: no client has enough rows to be tested")
-    return CrossValidation(
+    found = CrossValidation(
         metric, estimate(means, folds), {n: estimate(v, folds) for n, v in values.items() if v}, tuple(results)
     )
+    if out is not None:
+        disk.write(Path(out) / FILE, json.dumps(found.record(), indent=2).encode())
+    return found
 
 
 def folded(data: Federation, folds: int, fold: int, seed: int, repeat: int) -> Federation:

@@ -127,6 +127,9 @@ class Evaluate:
         patience: stop when the validation metric has not improved for so many evaluations; 0: never.
         holdout: as in [data], for federations made in Python.
         adapt_epochs: as in [data], for federations made in Python.
+        folds: cross-validation: every client's rows are cut into so many parts, each tested once by a run of its own; 0: none.
+            In Python it is `fl.cross_validate`.
+        repeats: how often the rows are cut anew for it.
     """
 
     every: int = 1
@@ -135,8 +138,12 @@ class Evaluate:
     patience: int = 0
     holdout: float = 0.0
     adapt_epochs: int = 5
+    folds: int = 0
+    repeats: int = 1
 
     BOUNDS: ClassVar[tuple[str, ...]] = (
+        "folds >= 0",
+        "repeats >= 1",
         "every >= 0",
         "clients >= 1",
         "patience >= 0",

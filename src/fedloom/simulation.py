@@ -180,7 +180,7 @@ def fit(
         "data": data_table or {"fingerprint": rows_fingerprint(federation)},
         "model": model_table if "name" in model_table else resolved.given_model(model_table, net),
         "optimizer": config.optimizer_table(sgd),
-        "evaluate": config.table_of(judging),
+        "evaluate": {k: v for k, v in config.table_of(judging).items() if k not in ("folds", "repeats")},
         "participation": config.table_of(asking),
         "hybrid": None if mixing is None else config.table_of(mixing),
         "augment": augment_table(changes),

@@ -16,7 +16,20 @@ import fedloom as fl
 from fedloom.cli import showing
 from tests.cli.conftest import Cli
 
-COMMANDS = ["demo", "run", "compare", "list", "check", "predict", "export", "tune", "doctor", "cite", "theory"]
+COMMANDS = [
+    "demo",
+    "run",
+    "compare",
+    "report",
+    "list",
+    "check",
+    "predict",
+    "export",
+    "tune",
+    "doctor",
+    "cite",
+    "theory",
+]
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -184,6 +197,27 @@ def test_doctor(cli: Cli) -> None:
     assert facts["torch"] == torch.__version__
 
 
+def test_folds_from_the_command_line_and_from_the_file(cli: Cli, config: Path, tmp_path: Path) -> None:
+    out = tmp_path / "folds"
+    first = json.loads(cli("run", config, "--folds", "2", "--repeats", "2", "--out", out, "--json").out)
+    assert sorted(p.name for p in out.iterdir()) == [
+        "folds.json",
+        *(f"repeat-{r}-fold-{f}" for r in (1, 2) for f in (1, 2)),
+    ]
+    assert first["runs"] == 4
+    assert first["overall"]["low"] < first["overall"]["mean"] < first["overall"]["high"]
+    means = [fl.load_run(p).summary().mean for p in out.glob("repeat-*")]
+    assert first["overall"]["mean"] == pytest.approx(sum(means) / 4)
+    assert "not empty" in cli("run", config, "--folds", "2", "--out", out).mistake()
+    again = cli("run", config, "--folds", "2", "--repeats", "2", "--out", out, "--resume", "--json")
+    assert json.loads(again.out) == first
+    told = cli("run", config, "--set", "evaluate.folds=2", "--out", tmp_path / "told")
+    assert told.status == 0, told.err
+    assert "2 folds, 1 times" in told.out
+    with pytest.raises(fl.errors.UserError, match="cross_validate"):
+        fl.fit("fedavg", "mlp", {"name": "digits", "clients": 3}, evaluate={"folds": 3})
+
+
 def test_tune_writes_its_answer_into_the_configuration(cli: Cli, config: Path) -> None:
     before = config.read_text()
     found = json.loads(cli("tune", config, "--rounds", "1", "--set", "workers=0", "--json", "--write").out)
@@ -205,6 +239,8 @@ def test_demo_ends_with_a_table(cli: Cli, tmp_path: Path, monkeypatch: pytest.Mo
     assert [row["method"] for row in found["methods"]] == ["local", "fedavg", "fedper"]
     assert set(found["methods"][0]) >= {"mean", "std", "worst_decile", "gain_over_local", "bytes", "seconds"}
     assert found["methods"][0]["gain_over_local"] == 0
+    assert "3 methods, 20 clients" in (tmp_path / "demo" / "report.html").read_text(encoding="utf-8")
+    assert found["report"] == str(tmp_path / "demo" / "report.html")
     for row in found["methods"]:
         assert fl.load_run(tmp_path / "demo" / row["method"]).summary().mean == row["mean"]
     assert "not empty" in cli("demo", "--out", tmp_path / "demo").mistake()

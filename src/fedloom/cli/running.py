@@ -12,6 +12,8 @@ from rich.console import Console
 from fedloom import config
 from fedloom.engines import distributed
 from fedloom.engines.tuning import tune as measured
+from fedloom.errors import UserError
+from fedloom.folds import cross_validate
 from fedloom.result import Result
 from fedloom.simulation import fit
 from fedloom.store import disk
@@ -28,16 +30,48 @@ def run(
         Path | None, typer.Option(help="Folder of the run; runs/NAME of the configuration without.", show_default=False)
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with what is in the folder.")] = False,
+    folds: Annotated[
+        int | None,
+        typer.Option(min=2, help="Cross-validate: test every part of each client's rows once.", show_default=False),
+    ] = None,
+    repeats: Annotated[
+        int | None, typer.Option(min=1, help="Cut the rows anew so often, with --folds.", show_default=False)
+    ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no table.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="The summary as JSON, no progress.")] = False,
 ) -> None:
     """Run one configuration; a finished run is only shown again with --resume."""
     table = config.load(configuration, assignments or ())
     folder = out if out is not None else Path("runs") / configuration.stem
+    judging = dict(table.get("evaluate", {}))
+    cuts, times = (
+        judging.get("folds", 0) if folds is None else folds,
+        judging.get("repeats", 1) if repeats is None else repeats,
+    )
+    if cuts:
+        _folded(table, folder, cuts, times, resume=resume, quiet=quiet, as_json=as_json)
+        return
     result = fit(**arguments(table), out=folder, resume=resume, progress=not (quiet or as_json))
     ranks = distributed.joined()
     if ranks is None or ranks.first:
         show(result, quiet=quiet, as_json=as_json)
+
+
+def _folded(
+    table: dict[str, Any], out: Path, folds: int, repeats: int, *, resume: bool, quiet: bool, as_json: bool
+) -> None:
+    """Cross-validation: a run for each part, then the numbers with their intervals."""
+    if out.is_dir() and any(out.iterdir()) and not resume:
+        raise UserError(f"{out} is not empty; choose another folder, or go on with --resume")
+    shown = not (quiet or as_json)
+    found = cross_validate(**arguments(table), folds=folds, repeats=repeats, out=out, resume=resume, progress=shown)
+    ranks = distributed.joined()
+    if ranks is not None and not ranks.first:
+        return
+    if as_json:
+        typer.echo(json.dumps(finite(found.record() | {"out": str(out)}), indent=2))
+    elif not quiet:
+        typer.echo(f"{folds} folds, {repeats} times: mean over runs and 95 % interval\n{found}\nruns: {out}")
 
 
 def arguments(table: dict[str, Any]) -> dict[str, Any]:
