@@ -21,11 +21,14 @@ def report(
         typer.Option("--out", "-o", help="File to write; report.html in the runs' folder without.", show_default=False),
     ] = None,
     title: Annotated[str, typer.Option(help="Title of the page.", show_default=False)] = "",
+    tsne: Annotated[
+        bool, typer.Option(help="Draw the clients' rows by t-SNE too, where scikit-learn is there.")
+    ] = True,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Do not say where it is.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Say where it is as JSON.")] = False,
 ) -> None:
     """Write one self-contained HTML page about runs: curves, clients, data, costs, how to repeat them."""
-    made = write(runs, out, title=title).resolve()
+    made = write(runs, out, title=title, tsne=tsne).resolve()
     if as_json:
         typer.echo(json.dumps({"report": str(made)}))
     elif not quiet:

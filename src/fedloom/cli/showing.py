@@ -16,6 +16,7 @@ from rich.table import Table
 from fedloom import data, optim, registry
 from fedloom.errors import UserError
 from fedloom.gains import Gain, gain
+from fedloom.reports import report
 from fedloom.result import Result
 from fedloom.simulation import fit
 
@@ -79,11 +80,13 @@ def demo(
         results[name] = (made, time.perf_counter() - begun)
         console.print(f"  {name}: done in {results[name][1]:.1f} s")
     rows = [_row(name, made, spent, gain(made, results["local"][0])) for name, (made, spent) in results.items()]
+    title = f"fedloom demo: {len(results)} methods, {CLIENTS} clients, handwritten digits"
+    page = report([out / name for name in results], out, title=title, tsne=False)
     if as_json:
-        typer.echo(json.dumps({"out": str(out), "methods": rows}, indent=2))
+        typer.echo(json.dumps({"out": str(out), "report": str(page), "methods": rows}, indent=2))
         return
     Console().print(_table(rows))
-    typer.echo(f"runs: {out.resolve()}")
+    typer.echo(f"runs: {out.resolve()}\nreport: {page.resolve()} (open it in a browser)")
 
 
 def _free() -> Path:

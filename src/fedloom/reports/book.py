@@ -91,12 +91,14 @@ class Book:
         comparisons: the comparisons among what was given.
         notes: what could not be read.
         title: of the page.
+        tsne: whether rows are also drawn by t-SNE, which takes a few seconds.
     """
 
     runs: list[Run]
     comparisons: list[Comparison] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     title: str = ""
+    tsne: bool = True
 
     @property
     def metric(self) -> str:

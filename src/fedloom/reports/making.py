@@ -16,7 +16,9 @@ from fedloom.store import disk
 NAME = "report.html"
 
 
-def report(runs: Source | Sequence[Source], out: str | Path | None = None, *, title: str = "") -> Path:
+def report(
+    runs: Source | Sequence[Source], out: str | Path | None = None, *, title: str = "", tsne: bool = True
+) -> Path:
     """Writes one self-contained HTML file about a run, several runs or a comparison; it needs no network to be read.
 
     Args:
@@ -25,6 +27,7 @@ def report(runs: Source | Sequence[Source], out: str | Path | None = None, *, ti
         out: the file, or a folder to write ``report.html`` into. Without, ``report.html`` in the folder of the run or the
             comparison; of several, in the folder that holds them all.
         title: of the page.
+        tsne: whether the clients' rows are also drawn by t-SNE, where scikit-learn is there; it takes a few seconds.
 
     Returns:
         The file.
@@ -43,7 +46,7 @@ def report(runs: Source | Sequence[Source], out: str | Path | None = None, *, ti
     sources = [runs] if isinstance(runs, (str, Path, Result, Comparison)) else list(runs)
     found, comparisons, notes = collect(sources)
     target = _target(out, sources)
-    text = page(Book(found, comparisons, notes, title))
+    text = page(Book(found, comparisons, notes, title, tsne))
     if not target.parent.is_dir():
         with disk.writing(target.parent):
             target.parent.mkdir(parents=True, exist_ok=True)

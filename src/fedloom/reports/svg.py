@@ -38,18 +38,18 @@ class Scale:
         return ticks(self.low, self.high, wanted)
 
 
-def ticks(low: float, high: float, wanted: int = 5) -> list[float]:
-    """Round numbers between two.
+def ticks(low: float, high: float, wanted: int = 5, *, whole: bool = False) -> list[float]:
+    """Round numbers between two; only whole ones, if asked.
 
     Example:
-        >>> ticks(0.0, 1.0), ticks(3.0, 3.0)
-        ([0.0, 0.2, 0.4, 0.6, 0.8, 1.0], [3.0])
+        >>> ticks(0.0, 1.0), ticks(3.0, 3.0), ticks(1, 4, 6, whole=True)
+        ([0.0, 0.2, 0.4, 0.6, 0.8, 1.0], [3.0], [1.0, 2.0, 3.0, 4.0])
     """
     if not high > low:
         return [low]
-    rough = (high - low) / max(1, wanted)
+    rough = max((high - low) / max(1, wanted), 1.0 if whole else 0.0)
     base = 10.0 ** math.floor(math.log10(rough))
-    step = next(m * base for m in (1, 2, 2.5, 5, 10) if m * base >= rough * 0.999)
+    step = next(m * base for m in ((1, 2, 5, 10) if whole else (1, 2, 2.5, 5, 10)) if m * base >= rough * 0.999)
     first = math.ceil(low / step - 1e-9)
     last = math.floor(high / step + 1e-9)
     return [round(i * step, 12) for i in range(first, last + 1)]
@@ -199,9 +199,7 @@ class Drawing:
 
     def x_axis(self, scale: Scale, y: float, title: str, *, whole: bool = False, wanted: int = 6) -> None:
         """An axis below; of whole numbers only, if asked."""
-        at = scale.ticks(wanted)
-        if whole:
-            at = sorted({float(round(v)) for v in at if scale.low <= round(v) <= scale.high})
+        at = ticks(scale.low, scale.high, wanted, whole=whole)
         self.line(scale.start, y, scale.end, y, "axis")
         for value, said in zip(at, marks(at), strict=True):
             self.text(scale.at(value), y + 15, said, "tick", "middle")

@@ -90,7 +90,7 @@ def projection(book: Book) -> Section | None:
     classes = _by_class(sketch, flat, titles, "principal components")
     if classes is not None:
         made.append(figure(classes, "By class", "A dot is a training row."))
-    near = neighbours(points["at"])
+    near = neighbours(points["at"]) if book.tsne else None
     if near is not None:
         plain = ("t-SNE", "")
         said = "Neighbours stay neighbours; distances mean little."
@@ -169,7 +169,10 @@ def neighbours(points: list[list[float]]) -> list[tuple[float, float]] | None:
     try:
         import numpy as np
         from sklearn.manifold import TSNE
+        from threadpoolctl import threadpool_limits
     except ImportError:
         return None
-    at = TSNE(2, init="pca", random_state=_SEED, perplexity=min(30, len(points) // 4)).fit_transform(np.array(points))
+    made = TSNE(2, init="pca", random_state=_SEED, perplexity=min(30, len(points) // 4), max_iter=500)
+    with threadpool_limits(1):  # so few rows are done before several threads have found each other
+        at = made.fit_transform(np.array(points))
     return [(float(a), float(b)) for a, b in at]
