@@ -35,6 +35,9 @@ STACKS = {
     "FedPer + ISR + LAG": "fedper + isr + lag(k=1)",
     "FedAIMS + ISR + LAG": "fedaims + isr + lag(k=1)",
     "FedMAP + ISR": "fedmap + isr",
+    "FedAIMS, lambda 0.9": "fedaims(lam=0.9)",
+    "FedAIMS, mu 0.1": "fedaims(mu=0.1)",
+    "FedAIMS, lambda 0.9, mu 0.1": "fedaims(lam=0.9, mu=0.1)",
 }
 PARTICIPATION: dict[str, tuple[float | int, dict[str, Any]]] = {
     "all": (1.0, {}),
@@ -91,7 +94,8 @@ def report(log: Path) -> str:
         ranks: dict[str, list[int]] = {n: [] for n in names}
         for cell in tables.by(lines, "participation", "seed").values():
             order = sorted(cell, key=lambda x: -x["found"]["accuracy"])
-            if len(order) == len(names):
+            order = [x for x in order if "," not in x["case"]["name"]]
+            if len(order) == sum("," not in n for n in names):
                 for place, line in enumerate(order, 1):
                     ranks[line["case"]["name"]].append(place)
         rows = []

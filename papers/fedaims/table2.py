@@ -45,6 +45,7 @@ TABLE = {
 PARTS = {
     "table": TABLE,
     "mu": {f"FedAIMS mu={mu}": f"fedaims(mu={mu})" for mu in (0.0, 0.01, 0.1, 0.5, 1.0, 2.0, 5.0)},
+    "lambda": {f"FedAIMS lambda={v}": f"fedaims(lam={v})" for v in (0.5, 0.9)},
     "period": {f"FedAIMS period={g}": f"fedaims(period={g})" for g in (1, 3, 5)},
     "ablation": {
         "FedAIMS (prototype CE)": "fedaims(aux_ce='prototype')",
