@@ -124,7 +124,8 @@ class Evaluate:
         every: rounds between evaluations; 0: only after the last round, which is always evaluated, on all clients.
         clients: all, sampled (those of the round), or a number (a fixed seeded choice); all up to 1,000 clients.
         moments: end (after the round), and for the clients of the round: before and after their local training.
-        patience: stop when the validation metric has not improved for so many evaluations; 0: never.
+        patience: stop when the validation metric has not improved for so many evaluations, and keep the model of the best round
+            (`kept_round` of the last record); 0: never.
         holdout: as in [data], for federations made in Python.
         adapt_epochs: as in [data], for federations made in Python.
         folds: cross-validation: every client's rows are cut into so many parts, each tested once by a run of its own; 0: none.

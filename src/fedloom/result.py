@@ -86,6 +86,7 @@ class Summary:
         best_mean: the best round's mean; chosen on validation rows if there are any, else on test rows.
         best_round: that round.
         best_by: ``"validation rows"`` or ``"test rows"``.
+        kept_round: the round whose model was kept, where a run may stop early.
         rounds: rounds played.
         bytes_up: tensor bytes sent by clients.
         bytes_down: tensor bytes sent to clients.
@@ -115,6 +116,7 @@ class Summary:
     bytes_down: int
     seconds: float
     clients: int = 0
+    kept_round: int | None = None
     untested: int = 0
     buffers: str = "none"
     notes: tuple[str, ...] = ()
@@ -146,6 +148,8 @@ class Summary:
         if self.best_mean is not None:
             table.add_row(f"best round ({self.best_round}), by {self.best_by}", f"{self.best_mean:.4f}")
         table.add_row("rounds", str(self.rounds))
+        if self.kept_round is not None:
+            table.add_row("model kept, of round", str(self.kept_round))
         table.add_row("MB up / down", f"{self.bytes_up / 1e6:.2f} / {self.bytes_down / 1e6:.2f}")
         table.add_row("seconds", f"{self.seconds:.1f}")
         if self.untested:
@@ -216,6 +220,7 @@ class Result:
             bytes_down=sum(r.get("bytes_down") or 0 for r in self.history),
             seconds=sum(r["seconds"] for r in self.history),
             clients=len(values),
+            kept_round=last.get("kept_round"),
             untested=len(there) - len(values),
             buffers=str(self.config.get("resolved", {}).get("buffers", "none")),
             notes=self.notes,

@@ -19,11 +19,13 @@ from fedloom.loggers import Logger
 from fedloom.modes import Hybrid
 from fedloom.options import Evaluate
 from fedloom.run import Record, Run
+from fedloom.server import ServerState
 from fedloom.store.checkpoint import Snapshot
 from fedloom.store.clients import ClientStore
 from fedloom.store.folder import RunFolder
+from fedloom.store.packing import state_tree
 from fedloom.tasks.base import Metrics
-from fedloom.work import Site
+from fedloom.work import ClientState, Site
 
 Callback = Callable[[Record], object]
 
@@ -71,6 +73,7 @@ class Session:
     _events: int = 0
     _own: dict[str, Metrics] = field(default_factory=dict)
     _good: Snapshot | None = None
+    _best: tuple[float, ServerState] | None = None
 
     def restore(self, snapshot: Snapshot, history: list[Record]) -> None:
         """Goes back to a checkpoint."""
@@ -80,12 +83,52 @@ class Session:
         if self.hybrid is not None:
             self.hybrid.alpha = snapshot.facts["alpha"]
         self._whole = snapshot.facts["whole"]
+        kept = None if snapshot.best is None else snapshot.best()
+        if kept is not None and isinstance(snapshot.clients, ClientStore):
+            self._best = (kept["value"], ServerState(*kept["server"]))
+            states = {n: None if s is None else ClientState(**s) for n, s in kept["clients"].items()}
+            snapshot.clients.remember("best", states)
 
     def snapshot(self) -> Snapshot:
         """All that is needed to go on."""
         alpha = None if self.hybrid is None else self.hybrid.alpha
         facts = {"alpha": alpha, "last": self.state.last, "new": self.fresh, "whole": self._whole}
-        return Snapshot(self.state.state, self.state.clients, facts)
+        best = None if self._best is None else self._best_tree
+        number = self.history[-1]["round"] if self.history else None
+        return Snapshot(self.state.state, self.state.clients, facts, best, number)
+
+    # The best round, for runs that stop early.
+
+    def _best_tree(self) -> Record:
+        """The best state so far, with what clients kept that have changed since."""
+        assert self._best is not None and isinstance(self.state.clients, ClientStore)
+        value, state = self._best
+        clients = {n: None if s is None else state_tree(s) for n, s in self.state.clients.since("best").items()}
+        return {"value": value, "server": [state.leaves, state.memory, state.round], "clients": clients}
+
+    def _note_best(self, record: Record) -> None:
+        """Remembers the state of the round with the best validation metric, the first among equals."""
+        task, clients = self.state.bound.task, self.state.clients
+        value = record.get(f"val_{task.primary}")
+        if not self.options.patience or value is None or not isinstance(clients, ClientStore):
+            return
+        value = value if task.higher_is_better else -value
+        if self._best is None or value > self._best[0]:
+            self._best = (value, self.state.state)
+            clients.mark("best")
+
+    def _keep_best(self, record: Record) -> None:
+        """At the end: the state of the best round is the run's, and what is reported of the last round is of that model."""
+        if self._best is None:
+            return
+        assert isinstance(self.state.clients, ClientStore)
+        _, best = self._best
+        if best.round != record["round"]:
+            self.state.state = best
+            self.state.clients.back("best")
+            self._whole = False
+        record["kept_round"] = best.round
+        self._best = None
 
     def go(self, total: int) -> None:
         """Plays the rounds that are left."""
@@ -98,10 +141,13 @@ class Session:
             def after(record: Record) -> bool:
                 self.history.append(record)
                 self._record_memory(record)
+                self._note_best(record)
                 answers = [c(record) for c in self.callbacks]
                 stop = any(a is True for a in answers) or self._patient()
                 stop = stop if self.ranks is None else bool(self.ranks.agree(stop))
                 last = stop or record["round"] == total
+                if last:
+                    self._keep_best(record)
                 if last and not self._whole:
                     record |= self._evaluate(last=True)
                     self._record_memory(record)

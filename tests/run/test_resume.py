@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import fedloom as fl
 from fedloom.errors import UserError
@@ -281,3 +282,33 @@ def test_two_runs_do_not_share_a_folder(tmp_path: Path) -> None:
         process.kill()
         finish(process)
     assert finish(start(path, tmp_path / "run", resume=True))[0] == 0, "the lock of a dead process is released"
+
+
+def test_early_stopping_keeps_the_best_model(tmp_path: Path) -> None:
+    """The run ends as one that was told to end at its best round; also where it is interrupted on the way, or spills to disk."""
+    data = fl.data.load("digits").partition(fl.dirichlet(0.5), clients=6, val=0.3, seed=0)
+    options: dict[str, Any] = {
+        "method": "fedper",
+        "model": "mlp",
+        "data": data,
+        "cohort": 3,
+        "batch_size": 8,
+        "seed": 2,
+    }
+    options |= {"optimizer": fl.sgd(lr=1.2), "progress": False}
+    early = {"rounds": 30, "evaluate": {"patience": 4}}
+    result = fl.fit(**options, **early, out=tmp_path / "whole")
+    kept = result.summary().kept_round
+    assert kept is not None
+    assert kept == result.summary().best_round < len(result.history) < 30
+    short = fl.fit(**options, rounds=kept)
+    loaded = fl.load_run(tmp_path / "whole")
+    for name in (None, *result.clients):
+        expected = short.model(name).state_dict()
+        for found in (result.model(name).state_dict(), loaded.model(name).state_dict()):
+            assert all(torch.equal(found[k], v) for k, v in expected.items())
+    assert {n: c.metrics for n, c in result.clients.items()} == {n: c.metrics for n, c in short.clients.items()}
+    assert result.history[-1]["accuracy"] == short.history[-1]["accuracy"]
+    interrupted(tmp_path / "cut", kept + 2, **options, **early)
+    fl.fit(**options, **early, out=tmp_path / "cut", resume=True)
+    assert contents(tmp_path / "cut") == contents(tmp_path / "whole")

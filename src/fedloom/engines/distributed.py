@@ -85,6 +85,7 @@ class Ranks:
     def share(self, found: tuple[Any, list[Any]] | None, device: torch.device) -> tuple[Any, list[Any]] | None:
         """Rank 0's checkpoint (snapshot and history) at every rank; None where it has none."""
         from fedloom.store.checkpoint import Snapshot
+        from fedloom.store.clients import ClientStore
         from fedloom.store.packing import state_tree, to_device
 
         sent = None
@@ -95,14 +96,17 @@ class Ranks:
                 "server": [state.leaves, state.memory, state.round],
                 "clients": {name: state_tree(kept) for name, kept in snapshot.clients.items()},
                 "facts": snapshot.facts,
+                "best": None if snapshot.best is None else snapshot.best(),
                 "history": history,
             }
         got = self.agree(sent)
         if self.first or got is None:
             return found
         got = to_device(got, device)
-        clients = {name: ClientState(**kept) for name, kept in got["clients"].items()}
-        return Snapshot(ServerState(*got["server"]), clients, got["facts"]), got["history"]
+        clients = ClientStore(device=device)
+        clients.take({name: ClientState(**kept) for name, kept in got["clients"].items()})
+        clients.mark()
+        return Snapshot(ServerState(*got["server"]), clients, got["facts"], lambda: got["best"]), got["history"]
 
 
 def joined() -> Ranks | None:

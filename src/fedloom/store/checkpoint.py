@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,11 +36,15 @@ class Snapshot:
         server: the server.
         clients: what each client keeps.
         facts: numbers and texts: the hybrid share, the last metrics of each client.
+        best: makes the tree of the best state so far, for runs that keep it.
+        number: of the round that was played last, where the server's state is of an earlier one.
     """
 
     server: ServerState
     clients: MutableMapping[str, ClientState]
     facts: dict[str, Any] = field(default_factory=dict)
+    best: Callable[[], Any] | None = None
+    number: int | None = None
 
 
 class Checkpoints:
@@ -54,7 +58,7 @@ class Checkpoints:
         """Writes a checkpoint and commits it by naming it in ``LATEST``."""
         with disk.writing(self.folder):
             self.folder.mkdir(exist_ok=True)
-        number = f"{snapshot.server.round:06d}"
+        number = f"{snapshot.server.round if snapshot.number is None else snapshot.number:06d}"
         if snapshot.clients is not self.store:
             self.store.take(snapshot.clients)
         self.store.mark()
@@ -80,6 +84,8 @@ class Checkpoints:
             "files": files,
             "gone": sorted(self.store.gone),
         }
+        if snapshot.best is not None:
+            state["best"] = disk.write(temporary / "best.safetensors", pack(snapshot.best()))
         digest = disk.write(temporary / "state.json", json.dumps(state).encode())
         disk.swap(temporary, self.folder / f"round-{number}")
         disk.write(self.folder / "LATEST", f"round-{number} {digest}\n".encode())
@@ -104,6 +110,9 @@ class Checkpoints:
         try:
             state = json.loads(self._whole(place / "state.json", digest))
             tree = unpack(self._whole(place / "server.safetensors", state["server"]), device)
+            best = None
+            if "best" in state:
+                best = unpack(self._whole(place / "best.safetensors", state["best"]), device)
             self.store = ClientStore(self.folder, device)
             if "clients" in state:
                 self._older(state)
@@ -116,10 +125,10 @@ class Checkpoints:
                 raise
             raise self._damaged(place) from None
         for path in self.folder.glob("round-*"):
-            if int(path.name[6:]) > state["round"]:
+            if int(path.name[6:]) > int(name[6:]):
                 disk.remove(path)
         server = ServerState(tree["leaves"], tree["memory"], state["round"])
-        return Snapshot(server, self.store, state["facts"]), state["metrics_bytes"]
+        return Snapshot(server, self.store, state["facts"], lambda: best), state["metrics_bytes"]
 
     def _older(self, state: Mapping[str, Any]) -> None:
         """Clients of a checkpoint of the first version, which had an index of all of them."""

@@ -65,7 +65,7 @@ class ClientStore(MutableMapping[str, ClientState]):
         self._dirty: dict[str, None] = {}
         self._spots: dict[str, Spot] = {}
         self._rounds: dict[str, int] = {}
-        self._before: dict[str, _Before] = {}
+        self._logs: dict[str, dict[str, _Before]] = {}
         self._segments: dict[str, Segment] = {}
         self._live: Counter[str] = Counter()
         self._sizes: dict[str, int] = {}
@@ -130,31 +130,43 @@ class ClientStore(MutableMapping[str, ClientState]):
 
     # Going back.
 
-    def mark(self) -> None:
-        """From here on :meth:`back` returns to the states of now."""
-        self._before.clear()
+    def mark(self, what: str = "round") -> None:
+        """From here on :meth:`back` returns to the states of now; marks of several names stand side by side."""
+        self._logs[what] = {}
         if self._own and self._segments:
             self._join()
             self._remove({f for f in self._segments if not self._live[f]})
 
-    def back(self) -> None:
+    def back(self, what: str = "round") -> None:
         """The states at the last mark."""
-        before, self._before = self._before, {}
-        for name, old in before.items():
-            state = old.state
-            if old.rounds is not None and state is None:
-                assert old.spot is not None
-                state = self._segments[old.spot.file].read(old.spot.group, old.spot.row, old.rounds, self.device)
+        for name, state in self.since(what).items():
             if state is not None:
                 self[name] = state  # written anew: files tell by their order which state is the newest
             elif name in self._rounds:
-                self._forget(name)
-        self._before.clear()
+                del self[name]
+        self._logs[what] = {}
+
+    def since(self, what: str) -> dict[str, ClientState | None]:
+        """What the clients that changed since a mark kept then; None for nothing."""
+        found: dict[str, ClientState | None] = {}
+        for name, old in self._logs.get(what, {}).items():
+            found[name] = old.state
+            if old.rounds is not None and old.state is None:
+                assert old.spot is not None
+                spot = old.spot
+                found[name] = self._segments[spot.file].read(spot.group, spot.row, old.rounds, self.device)
+        return found
+
+    def remember(self, what: str, states: Mapping[str, ClientState | None]) -> None:
+        """Sets a mark at which some clients kept something else than now."""
+        self._logs[what] = {n: _Before(s, None, None if s is None else s.rounds) for n, s in states.items()}
 
     def _note(self, name: str) -> None:
-        if name not in self._before:
-            state = self._cache.get(name, (None, 0))[0]
-            self._before[name] = _Before(state, self._spots.get(name), self._rounds.get(name))
+        for log in self._logs.values():
+            if name not in log:
+                spot = self._spots.get(name)
+                state = self._cache.get(name, (None, 0))[0] if spot is None else None
+                log[name] = _Before(state, spot, self._rounds.get(name))
 
     # Memory.
 
@@ -289,7 +301,7 @@ class ClientStore(MutableMapping[str, ClientState]):
                 disk.remove(path)
 
     def _remove(self, files: set[str]) -> None:
-        held = {b.spot.file for b in self._before.values() if b.spot is not None}
+        held = {b.spot.file for log in self._logs.values() for b in log.values() if b.spot is not None}
         for file in files - held:
             self._segments.pop(file).close()
             for facts in (self._sizes, self._bytes, self.digests, self._live):
