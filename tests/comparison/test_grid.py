@@ -43,6 +43,7 @@ DIGITS = {"name": "digits", "clients": 4}
         ({"sweep": {"optimizer.speed": [1]}}, "unknown option of optimizer"),
         ({"sweep": {"mode": ["sideways"]}}, "mode='sideways'"),
         ({"baseline": "scaffold"}, "unknown baseline"),
+        ({"evaluate": {"folds": 5}}, "repeats runs by seeds"),
         ({"jobs": 0}, "jobs=0"),
         ({"jobs": "all"}, "jobs='all'"),
         ({"round": 3}, "Did you mean 'rounds'"),

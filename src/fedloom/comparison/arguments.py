@@ -68,6 +68,10 @@ def check(made: Mapping[str, Any]) -> None:
         if key in plain and not isinstance(plain[key], (str, Mapping)):
             del plain[key]
     config.check({"data": {}, **plain})
+    if isinstance(plain.get("evaluate"), Mapping) and plain["evaluate"].get("folds"):
+        raise UserError(
+            "evaluate.folds is an option of fedloom run and fl.cross_validate; a comparison repeats runs by seeds: leave it out"
+        )
     if isinstance(plain.get("data"), Mapping) and isinstance(text := plain["data"].get("partition"), str):
         config.partitioner_of(text)
 
