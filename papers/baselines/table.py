@@ -33,6 +33,7 @@ import fedloom as fl
 HERE = Path(__file__).parent
 CLIENTS, ALPHAS, SEEDS = 20, (0.1, 0.3), (0, 1, 2)
 RATES, TUNING_SEED, TUNING_ALPHA = (0.02, 0.1, 0.3), 100, 0.1
+KEY = ("data", "alpha", "seed", "method", "lr", "text")
 PER_CLASS, PER_CLASS_TEST = 150, 60  # of EMNIST-47: 7,050 of 35,250 training rows, 2,820 of 7,050 test rows
 
 
@@ -57,14 +58,16 @@ GLOBAL = (
     "fedavg", "fedprox", "scaffold", "fedavgm", "fedadam", "fedyogi", "fedexp", "fednova", "qfedavg", "feddyn", "fedntd", "moon",
     "fedintr", "fedir", "balancefl", "fedgau", "omniisr", "fedaf",
 )  # fmt: skip
-# What differs from the defaults. Numbers of rounds are scaled from the papers' runs to these. pFedMe's and Per-FedAvg's own steps are
-# made for hundreds of rounds; theirs were chosen like the learning rates, on seed 100 (README.md has the trials).
+# What differs from the defaults. Numbers of rounds are scaled from the papers' runs to these; the last four were chosen like the
+# learning rates, on seed 100 (README.md has the trials).
 TEXT = {
     "fedavg_then_local": "fedavg_then_local(rounds={half})",
     "fedcac": "fedcac(beta={rounds})",
     "fedlag": "fedlag(k=1)",
     "pfedme": "pfedme(lam=1.0, eta=1.0)",
     "peravg": "peravg(a=0.1)",
+    "feddbe": "feddbe(kappa=1.0)",
+    "fedbabu": "fedbabu(finetune_epochs=20)",
 }
 
 # FedAF's clients make 100 steps on pictures a round and its server trains to convergence: few rounds, each as dear as ten of FedAvg's.
@@ -83,7 +86,7 @@ class Cell:
 
     @property
     def key(self) -> tuple[object, ...]:
-        return (self.data, self.alpha, self.seed, self.method, self.lr)
+        return (self.data, self.alpha, self.seed, self.method, self.lr, self.text)
 
     @property
     def rounds(self) -> int:
@@ -121,9 +124,7 @@ def run(cell: Cell, device: str, data_dir: str | None) -> dict[str, Any]:
     warnings.simplefilter("ignore")
     setting, started, cpu = SETTINGS[cell.data], time.perf_counter(), time.process_time()
     federation = images(cell.data, data_dir).partition(fl.dirichlet(cell.alpha), clients=CLIENTS, seed=cell.seed)
-    line: dict[str, Any] = dict(zip(("data", "alpha", "seed", "method", "lr"), cell.key, strict=True)) | {
-        "text": cell.text
-    }
+    line: dict[str, Any] = dict(zip(KEY, cell.key, strict=True))
     try:
         result = fl.fit(
             cell.text,
@@ -176,7 +177,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 def run_all(cells: list[Cell], log: Path, options: argparse.Namespace, begun: float) -> bool:
     """Runs the cells that the file does not have yet; False if the time was over before all had begun."""
-    done = {tuple(line[k] for k in ("data", "alpha", "seed", "method", "lr")) for line in lines(log)}
+    done = {tuple(line[k] for k in KEY) for line in lines(log)}
     waiting = iter([c for c in cells if c.key not in done])
     log.parent.mkdir(parents=True, exist_ok=True)
 
@@ -210,6 +211,8 @@ def best_rates(tuning: list[dict[str, Any]]) -> dict[tuple[str, str], float]:
     """For each data set and method the rate with the best accuracy on the tuning seed; the smaller one of equals."""
     best: dict[tuple[str, str], tuple[float, float]] = {}
     for line in tuning:
+        if line["text"] != Cell(line["data"], line["alpha"], line["seed"], line["method"], line["lr"]).text:
+            continue  # a trial with other settings
         found = (line["accuracy"] or 0.0, -line["lr"])
         best[line["data"], line["method"]] = max(best.get((line["data"], line["method"]), (-1.0, 0.0)), found)
     return {key: -rate for key, (_, rate) in best.items()}
@@ -235,9 +238,8 @@ def chosen(
     cells: list[dict[str, Any]], data: str, alpha: float, method: str, rates: dict[tuple[str, str], float]
 ) -> list[dict[str, Any]]:
     """The cells of one row, one per seed."""
-    lr = rates.get((data, method))
-    where = (data, alpha, method, lr)
-    return [c for c in cells if (c["data"], c["alpha"], c["method"], c["lr"]) == where and c["seed"] in SEEDS]
+    wanted = {Cell(data, alpha, seed, method, rates.get((data, method), 0.0)).key for seed in SEEDS}
+    return [c for c in cells if tuple(c[k] for k in KEY) in wanted]
 
 
 def section(
@@ -253,17 +255,18 @@ def section(
         return statistics.fmean(c.get(key) or 0.0 for c in rows[method])
 
     base = mean("fedavg", "accuracy") if "fedavg" in rows else 0.0
-    head = f"## {data}, Dirichlet {alpha}\n\n| method | model | lr | accuracy | worst decile | MB up | MB down | seconds | seeds |"
-    text = [head, "|---|---|---|---|---|---|---|---|---|"]
+    head = f"## {data}, Dirichlet {alpha}\n\n| method | model | lr | accuracy | by rows | worst decile | MB up | MB down | seconds | seeds |"
+    text = [head, "|---|---|---|---|---|---|---|---|---|---|"]
     for method in sorted(rows, key=lambda m: -mean(m, "accuracy")):
         values = [c["accuracy"] or 0.0 for c in rows[method]]
         spread = statistics.stdev(values) if len(values) > 1 else 0.0
-        low = method not in GLOBAL and mean(method, "accuracy") <= base
+        low = alpha == TUNING_ALPHA and method not in GLOBAL and mean(method, "accuracy") <= base
         cells = (
             method + ("¹" if low else ""),
             "shared" if method in GLOBAL else "own",
             f"{rates[data, method]:g}",
             f"{100 * statistics.fmean(values):.1f} ± {100 * spread:.1f}",
+            f"{100 * mean(method, 'accuracy_weighted'):.1f}",
             f"{100 * mean(method, 'accuracy_worst10'):.1f}",
             f"{mean(method, 'bytes_up') / 1e6:.1f}",
             f"{mean(method, 'bytes_down') / 1e6:.1f}",
@@ -271,11 +274,9 @@ def section(
             str(len(values)),
         )
         text.append("| " + " | ".join(cells) + " |")
-    below = [m for m in rows if m not in GLOBAL and mean(m, "accuracy") <= base]
-    if below:
-        text.append(
-            "\n¹ Not above FedAvg. " + " ".join(f"*{m}*: {reasons.get(m, 'reason not found yet.')}" for m in below)
-        )
+    below = [m for m in rows if m not in GLOBAL and mean(m, "accuracy") <= base] if alpha == TUNING_ALPHA else []
+    text += ["", "¹ Not above FedAvg:", ""] if below else []
+    text += [f"- *{m}*: {reasons.get(f'{data} {m}', 'the reason has not been found.')}" for m in below]
     return "\n".join(text)
 
 
