@@ -228,6 +228,19 @@ def test_a_comparison_with_a_cell_that_failed(tmp_path: Path, data: fl.Federatio
     assert "damaged" in page.section("headline").words  # type: ignore[union-attr]
 
 
+def test_a_comparison_over_modes_has_the_gap(tmp_path: Path, data: fl.Federation) -> None:
+    sweep = {"mode": ["centralised", "federated"], "epochs": [1, 2]}
+    grid = fl.compare(
+        "fedavg", model=MODEL, data=data, sweep=sweep, seeds=1, rounds=1, jobs=1, progress=False, out=tmp_path / "grid"
+    )
+    section = made(tmp_path, grid).section("gap")
+    assert section is not None
+    rows = section.all("tbody")[0].all("tr")
+    assert [r.inside[0].words for r in rows] == ["fedavg · epochs=1", "fedavg · epochs=2"]
+    one = [c.result.summary().mean for c in grid.of(seed=0) if c.options["epochs"] == 1]
+    assert [float(c.attributes["data-v"]) for c in rows[0].inside[1:3]] == one
+
+
 def test_pictures_are_put_into_the_page(tmp_path: Path) -> None:
     path = written(tmp_path / "run", 3)
     (path / "pictures").mkdir()

@@ -13,6 +13,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
+from fedloom.comparison.grid import setting
 from fedloom.comparison.record import FILE, Comparison, load_comparison
 from fedloom.errors import UserError
 from fedloom.result import Result
@@ -148,7 +149,7 @@ def collect(sources: Iterable[Source]) -> tuple[list[Run], list[Comparison], lis
                 if cell.failure:
                     notes.append(f"{where} failed: {cell.failure}")
                 if (cell.path / RUN).is_file():
-                    runs += _tried(cell.path, notes, name=cell.method, setting=cell.setting)
+                    runs += _tried(cell.path, notes, name=cell.method, setting=_setting(cell.options))
                 elif not cell.failure:
                     notes.append(f"{where} has not begun")
             continue
@@ -168,6 +169,11 @@ def collect(sources: Iterable[Source]) -> tuple[list[Run], list[Comparison], lis
         shown = ", ".join(sorted(metrics))
         raise UserError(f"the runs are judged by different metrics ({shown}); give those of one task at a time")
     return kept, made, notes
+
+
+def _setting(options: Mapping[str, Any]) -> str:
+    """The swept values of a cell but its mode, which a report tells by itself."""
+    return setting({k: v for k, v in options.items() if k != "mode"})
 
 
 def _comparison(place: Path) -> Comparison | None:
