@@ -107,7 +107,7 @@ class _MaskedBatchNorm(nn.modules.batchnorm._BatchNorm):
         by_batch = self.training or self.running_mean is None
         if frame is None or not by_batch:
             return super().forward(input)
-        if input.is_cuda and input.dim() > 2 and kernels.serves(input, frame.mask, self.weight, self.bias):
+        if input.dim() > 2 and kernels.serves(input, frame.mask, self.weight, self.bias):
             y, mean, var, count = kernels.normalised(input, frame.mask, self.weight, self.bias, self.eps)
             if self.training and self.running_mean is not None:
                 self._track(mean, var, count)
@@ -167,7 +167,7 @@ class CohortConv2d(nn.Conv2d):
 
     def forward(self, input: Tensor) -> Tensor:
         plain = self.groups == 1 and self.padding_mode == "zeros" and not isinstance(self.padding, str)
-        if input.is_cuda and plain and input.dim() == 4:
+        if plain and input.dim() == 4:
             assert not isinstance(self.padding, str)
             stride, padding, dilation = ((int(a), int(b)) for a, b in (self.stride, self.padding, self.dilation))
             y = kernels.convolved(input, self.weight, self.bias, stride, padding, dilation)
@@ -184,7 +184,7 @@ class CohortMaxPool2d(nn.MaxPool2d):
             v if isinstance(v, tuple) else (v, v) for v in (self.kernel_size, self.stride, self.padding, self.dilation)
         )
         plain = size == stride and padding == (0, 0) and dilation == (1, 1) and not self.ceil_mode
-        if input.is_cuda and plain and not self.return_indices and max(size) <= 8 and kernels.serves(input):
+        if plain and not self.return_indices and max(size) <= 8 and kernels.serves(input):
             return kernels.pooled(input, size)
         y: Tensor = super().forward(input)
         return y

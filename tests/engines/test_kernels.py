@@ -1,6 +1,12 @@
-"""Kernels for cohorts on CUDA against torch's own operations, client by client, in float64; what a CPU does with their layers."""
+"""Kernels for cohorts on CUDA against torch's own operations, client by client, in float64; what a CPU does with their layers.
+
+Without a GPU, ``TRITON_INTERPRET=1`` and an installed triton run the same tests on a CPU.
+"""
 
 from __future__ import annotations
+
+import copy
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -9,12 +15,16 @@ from torch import Tensor, nn
 
 from fedloom import kernels, layers
 
-cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+cuda = pytest.mark.skipif(
+    DEVICE == "cpu" and not (kernels.cohort.INTERPRETED and find_spec("triton")),
+    reason="needs a CUDA device, or TRITON_INTERPRET=1 and triton",
+)
 
 
 def random(*shape: int) -> Tensor:
     draw = torch.Generator().manual_seed(sum(shape))
-    return torch.randn(*shape, generator=draw, dtype=torch.float64).cuda().requires_grad_()
+    return torch.randn(*shape, generator=draw, dtype=torch.float64).to(DEVICE).requires_grad_()
 
 
 def compare(ours: Tensor, theirs: Tensor, inputs: list[Tensor], scale: float = 1e-11) -> None:
@@ -76,7 +86,7 @@ def test_normalisation(masked: bool, affine: bool, shape: tuple[int, ...]) -> No
     clients, batch, channels = shape[:3]
     x = random(*shape)
     weight, bias = (random(clients, channels), random(clients, channels)) if affine else (None, None)
-    mask = (torch.arange(batch) < batch - 2).double().expand(clients, batch).contiguous().cuda() if masked else None
+    mask = (torch.arange(batch) < batch - 2).double().expand(clients, batch).contiguous().to(DEVICE) if masked else None
     inputs = [t for t in (x, weight, bias) if t is not None]
     real = batch - 2 if masked else batch
 
@@ -100,22 +110,36 @@ def test_normalisation(masked: bool, affine: bool, shape: tuple[int, ...]) -> No
 
 
 @cuda
-def test_layers_use_the_kernels_and_agree_with_the_cpu() -> None:
+def test_layers_that_work_in_place_behind_the_kernels() -> None:
     net = nn.Sequential(
-        nn.Conv2d(3, 4, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(4, 5, 3, padding=1), nn.Flatten()
-    ).double()
+        nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.MaxPool2d(2), nn.ReLU(inplace=True),
+        nn.Conv2d(4, 200, 3, padding=1), nn.ReLU(inplace=True), nn.Flatten(),
+    ).double()  # fmt: skip
+    copies = [copy.deepcopy(net).to(DEVICE) for _ in range(2)]
+    with torch.no_grad():
+        for p in copies[1].parameters():
+            p.mul_(1.5)
     layers.prepare(net)
-    names = [n for n, _ in net.named_parameters()]
-    values = [torch.stack([p.detach(), p.detach() * 1.5]) for p in net.parameters()]
+    leaves = {
+        n: torch.stack([dict(c.named_parameters())[n].detach() for c in copies]) for n, _ in net.named_parameters()
+    }
+    leaves = {n: v.requires_grad_() for n, v in leaves.items()}
+    buffers = {n: torch.stack([b.clone()] * 2).to(DEVICE) for n, b in net.named_buffers()}
     x = random(2, 6, 3, 8, 8).detach()
 
-    def out(x: Tensor, *leaves: Tensor) -> Tensor:
-        return torch.func.functional_call(net, dict(zip(names, leaves, strict=True)), (x,))
+    def out(x: Tensor, leaves: dict[str, Tensor], buffers: dict[str, Tensor]) -> Tensor:
+        return torch.func.functional_call(net, {**leaves, **buffers}, (x,))
 
     with layers.entered(layers.Frame()):
-        here = torch.vmap(out)(x, *[v.cuda() for v in values])
-        there = torch.vmap(out)(x.cpu(), *values)
-    assert torch.allclose(here.cpu(), there, atol=1e-11)
+        ours = torch.vmap(out)(x, leaves, buffers)
+    theirs = torch.stack([c(part) for c, part in zip(copies, x, strict=True)])
+    assert torch.allclose(ours, theirs, atol=1e-10)
+    weight = torch.randn_like(theirs)
+    found = torch.autograd.grad((ours * weight).sum(), list(leaves.values()))
+    expected = torch.autograd.grad((theirs * weight).sum(), [p for c in copies for p in c.parameters()])
+    for i, grad in enumerate(found):
+        assert torch.allclose(grad, torch.stack([expected[i], expected[i + len(found)]]), atol=1e-8)
+    assert torch.allclose(buffers["1.running_var"], torch.stack([c[1].running_var for c in copies]))
 
 
 def test_on_a_cpu_the_layers_are_torchs_own() -> None:

@@ -7,6 +7,7 @@ small it is faster to lay the patches out as a matrix and to multiply all client
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -24,6 +25,8 @@ KEPT_BYTES = 1 << 30
 """Most bytes of patches that one layer keeps for its backward pass; larger ones are laid out again."""
 SMALL_FILTERS = 4096
 """Up to this size of a client's filters, products are made picture by picture, which spares two transpositions."""
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+"""Triton's own switch: kernels are interpreted on a CPU, slowly, to test or debug them."""
 
 
 @cache
@@ -35,7 +38,7 @@ def serves(*tensors: Tensor | None) -> bool:
     """Whether these tensors are a cohort's, on CUDA, one ``vmap`` deep, with kernels at hand."""
     found = [t for t in tensors if t is not None]
     return (
-        found[0].is_cuda
+        (found[0].is_cuda or INTERPRETED)
         and all(torch._C._functorch.is_batchedtensor(t) for t in found)
         and not any(
             torch._C._functorch.is_functorch_wrapped_tensor(torch._C._functorch.get_unwrapped(t)) for t in found
@@ -126,13 +129,15 @@ class _CohortConvolution(torch.autograd.Function):
         ctx.shape, ctx.size, ctx.tf32 = shape, x.shape, torch.backends.cudnn.allow_tf32
         kept = columns.numel() * columns.element_size() <= KEPT_BYTES
         ctx.save_for_backward(matrix, columns if kept else None, None if kept else x)
+        y = x.new_empty(clients, batch, outputs, *shape.out)  # not a view: a layer behind may work in place
         with _products(ctx.tf32):
             if small:
                 each = matrix[:, None].expand(-1, batch, -1, -1).flatten(0, 1)
-                y = torch.bmm(each, columns.flatten(0, 1)).view(clients, batch, outputs, -1)
+                torch.bmm(each, columns.flatten(0, 1), out=y.view(clients * batch, outputs, -1))
             else:
-                y = torch.bmm(matrix, columns).view(clients, outputs, batch, -1).transpose(1, 2).contiguous()
-        return y.view(clients, batch, outputs, *shape.out)
+                made = torch.bmm(matrix, columns).view(clients, outputs, batch, *shape.out)
+                y.copy_(made.transpose(1, 2))
+        return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -196,11 +201,13 @@ class _CohortPooling(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, kernel: Pair) -> Tensor:
         from fedloom.kernels import patches
 
-        flat = x.reshape(len(x), -1, *x.shape[-2:])
-        y, place = patches.largest(flat.contiguous(), kernel)
+        flat = x.reshape(len(x), -1, *x.shape[-2:]).contiguous()
+        rows, columns = x.shape[-2] // kernel[0], x.shape[-1] // kernel[1]
+        y = x.new_empty(*x.shape[:-2], rows, columns)
+        place = patches.largest(flat, y.view(*flat.shape[:2], rows, columns), kernel)
         ctx.save_for_backward(place)
         ctx.kernel, ctx.size, ctx.flat = kernel, x.shape, flat.shape
-        return y.view(*x.shape[:-2], *y.shape[-2:])
+        return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, None]:
@@ -244,7 +251,8 @@ class _CohortNormalisation(torch.autograd.Function):
         weight, bias = (None if t is None else t.contiguous() for t in (weight, bias))
         mean, var, count = norms.moments(flat, mask)
         scale = torch.rsqrt(var + eps)
-        y = norms.applied(flat, mean, scale, weight, bias).view(x.shape)
+        y = x.new_empty(x.shape)
+        norms.apply(flat, y, mean, scale, weight, bias)
         ctx.save_for_backward(flat, mask, weight, mean, scale, count.clamp(min=1))
         ctx.mark_non_differentiable(mean, var, count)
         return y, mean, var, count

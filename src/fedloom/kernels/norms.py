@@ -163,16 +163,14 @@ def moments(x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     return mean.squeeze(-1), var.squeeze(-1), total[:, 0, 0]
 
 
-def applied(x: Tensor, mean: Tensor, scale: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    """``(x - mean) scale weight + bias``."""
+def apply(x: Tensor, y: Tensor, mean: Tensor, scale: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:
+    """Writes ``(x - mean) scale weight + bias`` to ``y``."""
     clients, batch, channels, pixels = x.shape
-    y = torch.empty_like(x)
     cells = x[0].numel()
     _apply[(triton.cdiv(cells, BLOCK), clients)](
         x, y, mean, scale, x if weight is None else weight, x if bias is None else bias, batch, channels, cells,
         HW=pixels, AFFINE=weight is not None, SUM=_wide(x)[1], BQ=BLOCK, num_warps=4,
     )  # fmt: skip
-    return y
 
 
 def back(

@@ -196,17 +196,16 @@ def scattered(d: Tensor, size: torch.Size, shape: Geometry) -> Tensor:
     return dx
 
 
-def largest(x: Tensor, kernel: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """The largest value of each window of (clients, planes, height, width), and its place in the window."""
+def largest(x: Tensor, y: Tensor, kernel: tuple[int, int]) -> Tensor:
+    """Writes the largest value of each window of (clients, planes, height, width) to ``y``; returns its place in the window."""
     clients, planes, height, width = x.shape
-    rows, columns = height // kernel[0], width // kernel[1]
-    y = x.new_empty(clients, planes, rows, columns)
+    rows, columns = y.shape[2:]
     place = torch.empty(y.shape, dtype=torch.uint8, device=x.device)
     cells = planes * rows * columns
     _pool[(triton.cdiv(cells, 512), clients)](
         x, y, place, cells, H=height, W=width, OH=rows, OW=columns, R=kernel[0], S=kernel[1], BQ=512, num_warps=4
     )
-    return y, place
+    return place
 
 
 def returned(dy: Tensor, place: Tensor, size: torch.Size, kernel: tuple[int, int]) -> Tensor:
