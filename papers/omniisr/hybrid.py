@@ -5,7 +5,7 @@
     PYTHONPATH=src python -m papers.omniisr.hybrid --table
 
 Dirichlet 0.1 over 20 clients, half of them a round, two local epochs, SGD. A share of every site's rows is moved to the cloud, which works as
-a site does. Controls: federated training on all rows (nothing moved), federated training without the rows of the cloud (a = 0 for ever), the
+a site does. Networks have group normalisation: batch statistics of one-class test batches would judge the batches, not the model. Controls: federated training on all rows (nothing moved), federated training without the rows of the cloud (a = 0 for ever), the
 cloud alone (a = 1 for ever), centralised training on all rows. The record keeps a and cos(d_CL, d_FL) of every round.
 """
 
@@ -32,9 +32,9 @@ MIXING: dict[str, dict[str, Any]] = {
     "proportional": {"mixing": "adaptive", "rule": "proportional"},
 }
 MODELS = {
-    "cifar10": "convnet4(width=64)",
-    "emnist47": "convnet3(width=32)",
-    "digits": "convnet3(width=16)",
+    "cifar10": "convnet4(width=64, norm='gn')",
+    "emnist47": "convnet3(width=32, norm='gn')",
+    "digits": "convnet3(width=16, norm='gn')",
     "camvid": "topformer_t",
 }
 
@@ -46,6 +46,7 @@ def cases(options: argparse.Namespace) -> Iterator[study.Case]:
         for isr in options.isr:
             common = {
                 "data": options.data,
+                "model": MODELS[options.data],
                 "isr": isr,
                 "alpha": options.alpha,
                 "clients": options.clients,

@@ -45,6 +45,7 @@ def cases(options: argparse.Namespace) -> Iterator[study.Case]:
     """Seed by seed; the plain run of a seed is its baseline."""
     for seed in options.seeds:
         common = {"data": options.data, "seed": seed, "rounds": options.rounds, "part": options.part}
+        common["norm"] = options.norm
         common |= {"rows": options.rows} if options.rows else {}
         if options.part in ("points", "terms"):
             named = POINTS if options.part == "points" else TERMS
@@ -70,7 +71,7 @@ def run(case: study.Case, images: fl.data.Dataset, options: argparse.Namespace) 
     kappa = case["part"] == "kappa"
     result = fl.fit(
         "fedavg" + (f" + {case['isr']}" if case["isr"] else ""),
-        "convnet3(width=16)",
+        f"convnet3(width=16, norm='{case['norm']}')",
         images.partition(rule, clients=20, seed=case["seed"]),
         mode=case["mode"],
         rounds=case["rounds"],
@@ -108,7 +109,7 @@ def run(case: study.Case, images: fl.data.Dataset, options: argparse.Namespace) 
 def report(log: Path) -> str:
     """A table per part, mode and data set."""
     texts = []
-    for (data, part, mode), lines in tables.by(study.read(log), "data", "part", "mode").items():
+    for (data, part, mode, norm), lines in tables.by(study.read(log), "data", "part", "mode", "norm").items():
         rows = []
         groups = tables.by(lines, "alpha", "name")
         for (alpha, name), found in groups.items():
@@ -127,7 +128,10 @@ def report(log: Path) -> str:
         more = {"kappa": ["kappa", "kappa of H / ‖grad‖²", "H"], "skew": ["leaves its plateau in round"]}.get(
             str(part), []
         )
-        texts.append(f"{data}, {part}, {mode}\n\n" + tables.markdown(["alpha", "ISR", "accuracy", "gain", *more], rows))
+        texts.append(
+            f"{data}, {part}, {mode}, normalisation {norm}\n\n"
+            + tables.markdown(["alpha", "ISR", "accuracy", "gain", *more], rows)
+        )
     return "\n\n".join(texts)
 
 
@@ -138,6 +142,7 @@ def main() -> None:
     parser.add_argument("--data", default="digits")
     parser.add_argument("--alphas", type=float, nargs="+", default=[0.1, 1.0], help="of the part kappa")
     parser.add_argument("--modes", nargs="+", default=["federated", "centralised"], help="of points and terms")
+    parser.add_argument("--norm", choices=("gn", "bn_batch", "bn_track", "none"), default="gn")
     options = parser.parse_args()
     log = options.out / "small.jsonl"
     if not options.table:

@@ -50,9 +50,9 @@ PUBLISHED = {  # mIoU on Cityscapes, without and with ISR
     "BalanceFL": "52.15 → 51.48",
 }
 DATA = {
-    "cifar10": {"model": "convnet4(width=64)", "metrics": ["global_accuracy", "global_balanced_accuracy", "global_f1"]},
-    "emnist47": {"model": "convnet3(width=32)", "metrics": ["global_accuracy", "global_balanced_accuracy", "global_f1"]},
-    "digits": {"model": "convnet3(width=16)", "metrics": ["global_accuracy", "global_balanced_accuracy", "global_f1"]},
+    "cifar10": {"model": "convnet4(width=64, norm='gn')", "metrics": ["global_accuracy", "global_balanced_accuracy", "global_f1"]},
+    "emnist47": {"model": "convnet3(width=32, norm='gn')", "metrics": ["global_accuracy", "global_balanced_accuracy", "global_f1"]},
+    "digits": {"model": "convnet3(width=16, norm='gn')", "metrics": ["global_accuracy", "global_balanced_accuracy", "global_f1"]},
     "camvid": {"model": "topformer_t", "metrics": ["global_miou", "global_mf1", "global_mprecision", "global_mrecall"]},
 }  # fmt: skip
 
@@ -64,6 +64,7 @@ def cases(options: argparse.Namespace) -> Iterator[study.Case]:
             for isr in ("", options.isr):
                 yield {
                     "data": options.data,
+                    "model": DATA[options.data]["model"],
                     "name": name,
                     "method": METHODS[name] + (f" + {isr}" if isr else ""),
                     "isr": isr,

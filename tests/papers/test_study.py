@@ -78,7 +78,7 @@ def test_a_tiny_run_of_each(module: Any, tmp_path: Path) -> None:
     chosen = options(
         seeds=[0], only=None, rounds=2, rows=None, data="digits", alpha=0.5, clients=4, lr=0.05, precision="fp32",
         isr=["on"] if module is hybrid else "isr", fractions=[0.2], part="table" if module is table2 else "kappa",
-        participation=["0.2"], classes=None, alphas=[0.1],
+        participation=["0.2"], classes=None, alphas=[0.1], norm="gn",
     )  # fmt: skip
     images = study.shrunk(fl.data.load("digits"), 200)
     case = list(module.cases(chosen))[3]
