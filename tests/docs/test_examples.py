@@ -39,14 +39,14 @@ def sections(page: Path) -> set[str]:
 
 
 def test_hospitals_with_made_up_patients(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    page = load("four_hospitals/simulate.py").main(tmp_path, rounds=2, made_up=True)
+    page = load("four_hospitals/simulate.py").main(tmp_path, rounds=2, cuts=2, made_up=True)
     assert "switzerland" in capsys.readouterr().out
     assert {"clients", "partition", "projection", "cost", "client-table"} <= sections(page)
 
 
 @pytest.mark.data
 def test_hospitals_with_real_patients(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    page = load("four_hospitals/simulate.py").main(tmp_path, rounds=2)
+    page = load("four_hospitals/simulate.py").main(tmp_path, rounds=2, cuts=1)
     assert "made up" not in capsys.readouterr().out
     assert "hungarian" in page.read_text(encoding="utf-8")
 
