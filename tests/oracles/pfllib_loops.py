@@ -33,6 +33,7 @@ class Options:
     plocal_epochs: int = 1
     fine_tuning_epochs: int = 10
     server_learning_rate: float = 1.0
+    full: bool = False  # not PFLlib's: all rows in one batch, in order
 
 
 @dataclass
@@ -46,8 +47,8 @@ class Client:
 
 
 def batches(client: Client, o: Options) -> Iterable[Pair]:
-    """A pass over the rows; more rows in a batch than there are means all of them, in order."""
-    if o.batch_size >= len(client.train[1]):
+    """A pass over the rows."""
+    if o.full:
         return [client.train]
     return DataLoader(TensorDataset(*client.train), o.batch_size, drop_last=True, shuffle=True)
 

@@ -69,7 +69,7 @@ def rows_of(data: fl.Federation, dtype: torch.dtype) -> list[Any]:
 def test_full_batches_give_the_same_models(folder: Path, theirs: str, ours: str, options: dict[str, Any]) -> None:
     """With all rows in a batch nothing is left to chance: models agree to rounding, curves exactly."""
     data = fl.data.from_folder(folder)
-    o = Options(local_learning_rate=0.3, batch_size=10_000, local_epochs=2, global_rounds=3, **options)
+    o = Options(local_learning_rate=0.3, full=True, local_epochs=2, global_rounds=3, **options)
     found, clients = curve(theirs, seeded(torch.float64), rows_of(data, torch.float64), o)
     result = fl.fit(
         ours, seeded(torch.float64), data, rounds=3, epochs=2, batch_size="full", optimizer=fl.sgd(0.3),
@@ -91,8 +91,9 @@ def test_mini_batches_give_the_same_curve_up_to_the_order_of_rows(folder: Path, 
     """Orders are drawn differently, and PFLlib drops partial batches: curves agree as two seeds of one method do."""
     data = fl.data.from_folder(folder)
     o = Options(local_learning_rate=0.1, batch_size=10, local_epochs=1, global_rounds=8)
+    net = seeded(torch.float32)
     torch.manual_seed(3)
-    found, _ = curve(theirs, seeded(torch.float32), rows_of(data, torch.float32), o)
+    found, _ = curve(theirs, net, rows_of(data, torch.float32), o)
     result = fl.fit(
         ours, seeded(torch.float32), data, rounds=8, batch_size=10, optimizer=fl.sgd(0.1), progress=False,
         device="cpu",

@@ -81,14 +81,15 @@ def mean_gap(m: Tensor, shared: Tensor) -> Tensor:
     "kappa >= 0",
     "0 < mu <= 1",
     paper="Zhang et al., Eliminating Domain Bias for Federated Learning in Representation Space, NeurIPS 2023, eqs. 5 to 7",
-    presets={"original": {"kappa": 50.0, "mu": 1.0}},
+    presets={"original": {"kappa": 50.0, "mu": 1.0}, "small": {"kappa": 1.0}},
 )
 def feddbe(kappa: float = 50.0, mu: float = 1.0, bias: bool = True) -> Method:
     """FedAvg whose features agree in mean across clients, while a personal bias b_k takes up the difference.
 
     Clients minimise ``CE(head(z + b_k)) + kappa/2 mean_d (m_k - Mg)^2`` with the running mean ``m_k <- (1 - mu) sg(m_k)
     + mu mean(z)``, zero when the round begins (sg stops the gradient). ``Mg`` is the rows' mean of z under the initial
-    model, over all clients, made once before round one. The shared model is tested without a bias.
+    model, over all clients, made once before round one. The shared model is tested without a bias. kappa is in units of the
+    features: the paper's 50 holds those of small perceptrons where they began, and ``preset="small"`` takes 1.
 
     Args:
         kappa: strength of the agreement; 0 builds no term.
