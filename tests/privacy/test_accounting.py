@@ -119,7 +119,7 @@ def test_what_is_sent_besides_is_named_and_voids_epsilon() -> None:
     spent = run("fedavg + clip + noise + account", rounds=1, model=bn_mlp()).history[-1]["account"]
     assert (spent["epsilon"], spent["unprotected"]) == (None, ["buffers"])
     # Scores of noisy uploads are made of what was released anyway.
-    spent = run("fedavg + lag(k=1) + clip + noise + account", rounds=1).history[-1]["account"]
+    spent = run("fedavg + lag(k=1, xi=2.0) + clip + noise + account", rounds=3).history[-1]["account"]
     assert spent["unprotected"] == []
 
 

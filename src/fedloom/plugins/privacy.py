@@ -183,7 +183,9 @@ def account(delta: float = 1e-5) -> Callable[[Method], Method]:
                 f"'account' cannot be stacked on {method.text!r}, which also sends {other[0]!r}: no noise covers it"
             )
         at, multiplier = ("site", local[0] / (2 * clips[-1])) if local else ("server", central[0] / clips[-1])
-        ledger = _Ledger(multiplier, delta, at, frozenset((*_COVERED, *again)))
+        # What the server makes of noisy uploads, such as the mean of layers that are personal now, was released with them.
+        made = {*again, "personal"} if local else set()
+        ledger = _Ledger(multiplier, delta, at, frozenset((*_COVERED, *made)))
         return method.adding(
             prepare=(Prepare(owner="account", fn=ledger.ask),),
             server=(ServerStage(owner="account", fn=ledger.stage, memory=ledger.memory, report=ledger.report),),
