@@ -106,11 +106,16 @@ def show(key: str, record: Mapping[str, Any], primary: str) -> str:
     Example:
         >>> show("fedavg", {"round": 3, "auc": 0.8125, "seconds": 5.0, "rejected": [{"client": "b"}]}, "auc")
         'round 3  fedavg  auc 0.8125  5.0 s  without b'
+        >>> show("fedavg + ...", {"round": 1, "auc": 0.75, "account": {"epsilon": 3.189}}, "auc")
+        'round 1  fedavg + ...  auc 0.7500  epsilon 3.19'
     """
     value = record.get(primary)
     words = [f"round {record['round']}", key, f"{primary} {value:.4f}" if value is not None else "not tested"]
     if "seconds" in record:
         words.append(f"{record['seconds']:.1f} s")
+    if "account" in record:
+        spent = record["account"]["epsilon"]
+        words.append("epsilon unknown" if spent is None else f"epsilon {spent:.2f}")
     if record.get("rejected"):
         words.append("without " + ", ".join(r["client"] for r in record["rejected"]))
     return "  ".join(words)
