@@ -20,7 +20,7 @@ from fedloom.slots import Term
 
 # 1. What is new is one term of a client's objective. It is a plug-in: it stacks on every method there is.
 @plugin("mu >= 0", "n0 > 0")
-def lean(mu: float = 0.1, n0: float = 50.0):
+def lean(mu: float = 1.0, n0: float = 50.0):
     """Pulls a client towards the model it received, the harder the fewer rows it has: adds ``mu n0/(n + n0) ||theta - w||^2 / 2``."""
 
     def pull(view, batch, seen):
@@ -33,7 +33,7 @@ def lean(mu: float = 0.1, n0: float = 50.0):
 
 # 2. A name for the whole: a personal head (FedPer) with the new pull on its shared body.
 @recipe("mu >= 0", "n0 > 0", plugin="lean")
-def fedlean(mu: float = 0.1, n0: float = 50.0):
+def fedlean(mu: float = 1.0, n0: float = 50.0):
     """A personal head, and a body that leans on the others as far as a client's rows do not suffice."""
     return fl.compose(fl.fedper(), lean(mu, n0))
 

@@ -209,6 +209,20 @@ def test_seeds_are_one_series_with_an_interval(tmp_path: Path) -> None:
     assert chart["lines"][0]["h"][-1] - chart["lines"][0]["y"][-1] == pytest.approx(half, rel=1e-2)
 
 
+def test_natural_clients_are_the_same_whichever_way_rows_are_cut(tmp_path: Path) -> None:
+    for seed in range(2):
+        written(
+            tmp_path / f"natural{seed}", 4, seed=seed, data={"name": "made", "partition": "natural()", "seed": seed}
+        )
+    page = made(tmp_path, tmp_path)
+    rows = page.section("client-table").all("tbody")[0].all("tr")  # type: ignore[union-attr]
+    assert [r.inside[0].words for r in rows] == ["c0000", "c0001", "c0002", "c0003"]
+    runs, _, _ = collect([tmp_path])
+    mean = statistics.fmean(r.values["c0002"] for r in runs)
+    value = next(c for c in rows[2].inside if c.words == fixed(mean))
+    assert float(value.attributes["data-v"]) == pytest.approx(mean)
+
+
 def test_runs_that_differ_are_told_apart_by_what_differs(tmp_path: Path) -> None:
     for k in (2, 5):
         written(tmp_path / f"run{k}", 3, epochs=k)

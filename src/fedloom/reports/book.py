@@ -156,7 +156,7 @@ class Book:
     @cached_property
     def populations(self) -> int:
         """How many different federations the runs are of."""
-        return len(self.federations)
+        return len(set(self.federations.values()))
 
     def of_clients(self, series: Series) -> dict[str, list[float]]:
         """The metric of each client at the end, over seeds where the clients are the same."""
@@ -177,8 +177,15 @@ class Book:
         tables = {text: flat(json.loads(text)) for text in dict.fromkeys(r.data for r in self.runs)}
         keys = dict.fromkeys(k for t in tables.values() for k in t)
         told = [k for k in keys if len({str(t.get(k)) for t in tables.values()}) > 1]
+        if all(_natural(t) for t in tables.values()):  # a hospital is the same whichever way its rows are cut
+            told = [k for k in told if k != "seed"]
         tags = {text: ", ".join(f"{k}={t[k]}" for k in told if k in t) for text, t in tables.items()}
         return {text: tag[:60] for text, tag in tags.items()}
+
+
+def _natural(table: dict[str, Any]) -> bool:
+    """Whether a client is someone, rather than a share of dealt rows."""
+    return str(table.get("partition", "")).startswith("natural") or "path" in table
 
 
 def _settings(run: Run) -> tuple[tuple[str, str], ...]:

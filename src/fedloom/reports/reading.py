@@ -144,14 +144,16 @@ def collect(sources: Iterable[Source]) -> tuple[list[Run], list[Comparison], lis
         comparison = source if isinstance(source, Comparison) else _comparison(Path(source))
         if comparison is not None:
             made.append(comparison)
+            waiting = [c for c in comparison.cells if c.state == "waiting"]
+            if waiting:
+                whose = ", ".join(dict.fromkeys(c.method for c in waiting))
+                notes.append(f"{len(waiting)} of {len(comparison.cells)} runs have not begun: {whose}")
             for cell in comparison.cells:
                 where = " ".join(filter(None, (cell.method, cell.setting, f"seed {cell.seed}")))
                 if cell.failure:
                     notes.append(f"{where} failed: {cell.failure}")
                 if (cell.path / RUN).is_file():
                     runs += _tried(cell.path, notes, name=cell.method, setting=_setting(cell.options))
-                elif not cell.failure:
-                    notes.append(f"{where} has not begun")
             continue
         assert not isinstance(source, Comparison)
         place = Path(source)

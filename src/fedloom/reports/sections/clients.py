@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from html import escape
+from typing import Any
 
 from fedloom.reports import charts
 from fedloom.reports.book import Book, Series
@@ -120,12 +121,13 @@ def client_table(book: Book) -> Section | None:
     """A row per client: its rows, how often it took part, and its metric with every method."""
     several = len(book.series) > 1
     columns: dict[str, dict[str, float | None]] = {}
-    facts: dict[str, dict[str, float | None]] = {}
+    rows: dict[str, list[dict[str, Any]]] = {}
     for s in book.series:
         columns[s.label] = {k: statistics.fmean(v) for k, v in book.of_clients(s).items()}
         for run in s.runs:
             for row in run.rows:
-                facts.setdefault(book.named(run, str(row["client"])), row)
+                rows.setdefault(book.named(run, str(row["client"])), []).append(row)
+    facts = {name: _merged(found) for name, found in rows.items()}
     if not facts:
         return None
     names = list(facts)
@@ -169,11 +171,24 @@ def client_table(book: Book) -> Section | None:
     return Section("client-table", "Every client in numbers", body)
 
 
+def _merged(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """A client's row: the mean over its runs of every number."""
+    if len(rows) == 1:
+        return rows[0]
+    found: dict[str, Any] = {}
+    for key in dict.fromkeys(k for row in rows for k in row):
+        values = [row[key] for row in rows if row.get(key) is not None]
+        same = len(set(values)) == 1
+        numbers = all(isinstance(v, (int, float)) for v in values)
+        found[key] = values[0] if same else statistics.fmean(values) if values and numbers else None
+    return found
+
+
 def _column(
     heads: list[str],
     cells: list[list[tuple[str, object]]],
     known: list[tuple[str, str]],
-    facts: dict[str, dict[str, float | None]],
+    facts: dict[str, dict[str, Any]],
     names: list[str],
 ) -> None:
     for key, head in known:

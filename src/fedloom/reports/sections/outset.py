@@ -22,10 +22,10 @@ def sketches(book: Book) -> list[tuple[str, dict[str, Any]]]:
     """The different federations of the runs, each with a word on which it is."""
     found: dict[str, tuple[str, dict[str, Any]]] = {}
     for run in book.runs:
-        if run.sketch and run.data not in found:
+        if run.sketch and book.federations[run.data] not in found:
             said = str(run.config.get("data", {}).get("partition", "")) if book.populations == 1 else ""
             told = ", ".join(filter(None, (str(run.sketch.get("name", "")), said, book.federations[run.data])))
-            found[run.data] = (told, run.sketch)
+            found[book.federations[run.data]] = (told, run.sketch)
     return list(found.values())
 
 

@@ -26,6 +26,10 @@ WORDS = {
 }
 
 
+MOST = 6
+"""Other metrics that are drawn at most."""
+
+
 def half(values: Sequence[float]) -> float | None:
     """Half of the 95 % interval of a mean; None for fewer than two values."""
     found = interval(values)
@@ -197,7 +201,29 @@ def learning(book: Book) -> Section | None:
                 "Of each method's own objective: its terms differ, so heights are not to be compared.",
             )
         )
-    return Section("learning", "How it was learned", grid(made)) if made else None
+    body = grid(made)
+    others = []
+    for key in _metrics(book):
+        lines = _lines(book, lambda r, key=key: [(x["round"], x[key]) for x in r.history if _is(x.get(key))])  # type: ignore[misc]
+        if lines:
+            drawing = charts.curves(
+                lines,
+                label=f"{worded(key)} over rounds",
+                x_title="round",
+                y_title=f"mean {worded(key)}",
+                height=250,
+                width=420,
+            )
+            others.append(figure(drawing, f"{worded(key)[:1].upper()}{worded(key)[1:]} of clients' own models"))
+    if others:
+        body += f"<h3 class='sub'>By other metrics</h3>{grid(others[:MOST], three=True)}"
+    return Section("learning", "How it was learned", body) if made else None
+
+
+def _metrics(book: Book) -> list[str]:
+    """The metrics of clients besides the primary one."""
+    known = {"client", "n_train", "n_test", "rounds", "new", book.metric}
+    return [k for k in dict.fromkeys(k for r in book.runs for row in r.rows for k in row) if k not in known]
 
 
 def _is(value: object) -> bool:
