@@ -60,7 +60,7 @@ def written(path: Path, clients: int, rounds: int = 3, **changes: Any) -> Path:
         table = csv.writer(file)
         table.writerow(["client", "n_train", "rounds", "new", "accuracy", "n_test"])
         table.writerows([n, 10, rounds, 0, v, 5] for n, v in zip(names, values[-1].tolist(), strict=True))
-    counts = draw.integers(0, 9, (clients, 4)).tolist()
+    counts = np.random.default_rng(clients).integers(0, 9, (clients, 4)).tolist()
     described = [{"id": n, "train": 10, "test": 5, "counts": c} for n, c in zip(names, counts, strict=True)]
     sketch = {"name": "made", "total": clients, "classes": list("abcd"), "dense": False, "cloud": 0}
     (path / "data.json").write_text(json.dumps({**sketch, "clients": described}))

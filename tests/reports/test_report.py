@@ -175,6 +175,8 @@ def test_a_thousand_clients(tmp_path: Path) -> None:
     local = written(tmp_path / "local", 1000, method="local()")
     page = made(tmp_path, written(tmp_path / "run", 1000), local)
     assert len(page.source) < 2_500_000
+    (gains,) = page.section("clients").all("svg", "gains")  # type: ignore[union-attr]
+    assert len(gains.all("polygon", "bar")) == 2
     assert len(page.section("client-table").all("tbody")[0].all("tr")) == 1000  # type: ignore[union-attr]
     partition = page.section("partition")
     assert partition is not None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -174,13 +173,18 @@ class Book:
     @cached_property
     def federations(self) -> dict[str, str]:
         """The different federations of the runs, each with what tells it from the others: ``alpha=0.1, seed=1``."""
-        tables = {text: flat(json.loads(text)) for text in dict.fromkeys(r.data for r in self.runs)}
+        tables: dict[str, dict[str, Any]] = {}
+        for run in self.runs:
+            tables.setdefault(run.data, flat(run.config.get("data", {})))
         keys = dict.fromkeys(k for t in tables.values() for k in t)
         told = [k for k in keys if len({str(t.get(k)) for t in tables.values()}) > 1]
         if all(_natural(t) for t in tables.values()):  # a hospital is the same whichever way its rows are cut
             told = [k for k in told if k != "seed"]
-        tags = {text: ", ".join(f"{k}={t[k]}" for k in told if k in t) for text, t in tables.items()}
-        return {text: tag[:60] for text, tag in tags.items()}
+        found = {}
+        for place, (text, table) in enumerate(tables.items()):
+            tag = ", ".join(f"{k}={table[k]}" for k in told if k in table and k != "fingerprint")
+            found[text] = tag[:60] or (f"data {place + 1}" if told else "")
+        return found
 
 
 def _natural(table: dict[str, Any]) -> bool:

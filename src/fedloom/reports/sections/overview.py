@@ -22,6 +22,8 @@ WORDS = {
     "auc": "AUC",
     "miou": "mIoU",
     "mf1": "mF1",
+    "mprecision": "mean precision",
+    "mrecall": "mean recall",
     "f1": "F1",
 }
 
@@ -39,6 +41,12 @@ def half(values: Sequence[float]) -> float | None:
 def worded(metric: str) -> str:
     """A metric's name in a sentence."""
     return WORDS.get(metric, metric.replace("_", " "))
+
+
+def headed(metric: str) -> str:
+    """A metric's name at the beginning of a sentence."""
+    word = worded(metric)
+    return word if word != word.lower() else word[:1].upper() + word[1:]
 
 
 def headline(book: Book) -> Section:
@@ -134,7 +142,9 @@ def _table(book: Book) -> str:
         rounds = round(statistics.fmean(len(r.history) for r in s.runs))
         row += [(size(sent), sent), (f"{number(seconds, 3)} s", seconds), (str(rounds), rounds)]
         rows.append(row)
-    note = f"<p class='hint'>{escape(worded(p).capitalize())} of each client's own model on its own test rows, at the last evaluation; "
+    note = (
+        f"<p class='hint'>{escape(headed(p))} of each client's own model on its own test rows, at the last evaluation; "
+    )
     note += "less is better.</p>" if book.sign < 0 else "more is better.</p>"
     return note + table(heads, rows, name="results of all methods")
 
@@ -210,11 +220,11 @@ def learning(book: Book) -> Section | None:
                 lines,
                 label=f"{worded(key)} over rounds",
                 x_title="round",
-                y_title=f"mean {worded(key)}",
+                y_title=worded(key),
                 height=250,
                 width=420,
             )
-            others.append(figure(drawing, f"{worded(key)[:1].upper()}{worded(key)[1:]} of clients' own models"))
+            others.append(figure(drawing, f"{headed(key)} of clients' own models"))
     if others:
         body += f"<h3 class='sub'>By other metrics</h3>{grid(others[:MOST], three=True)}"
     return Section("learning", "How it was learned", body) if made else None
