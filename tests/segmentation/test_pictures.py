@@ -11,7 +11,7 @@ from PIL import Image
 from torch import nn
 
 import fedloom as fl
-from fedloom.report.pictures import Legend, errors, predictions
+from fedloom.reports.pictures import Legend, errors, predictions
 from tests.helpers import federation, fit
 
 
