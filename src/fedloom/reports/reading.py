@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -14,6 +15,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
+from fedloom import expr, tasks
 from fedloom.comparison.grid import setting
 from fedloom.comparison.record import FILE, Comparison, load_comparison
 from fedloom.errors import UserError
@@ -161,6 +163,8 @@ def collect(sources: Iterable[Source]) -> tuple[list[Run], list[Comparison], lis
         place = Path(source)
         if (place / RUN).is_file():
             runs.append(of_folder(place))
+        elif (place / "experiment.toml").is_file():
+            runs += deployed(place)
         else:
             runs += [run for path in _below(place) for run in _tried(path, notes)]
     unplayed = [r for r in runs if not r.history]
@@ -201,10 +205,10 @@ def _below(place: Path) -> list[Path]:
     return found
 
 
-def _tried(path: Path, notes: list[str], **more: str) -> list[Run]:
+def _tried(path: Path, notes: list[str], name: str = "", setting: str = "") -> list[Run]:
     """A run among others: one that cannot be read is left out and noted."""
     try:
-        return [of_folder(path, **more)]
+        return [of_folder(path, name, setting)]
     except UserError as error:
         notes.append(str(error))
         return []
@@ -218,13 +222,34 @@ def of_result(result: Result) -> Run:
     return Run(result.config, list(result.history), rows, notes=result.notes)
 
 
-def of_folder(path: Path, name: str = "", setting: str = "") -> Run:
+def deployed(place: Path) -> list[Run]:
+    """The runs of an experiment of real sites."""
+    try:
+        from fedloom.deploy.plan import Plan
+        from fedloom.engines.flower.state import folder_name
+    except ImportError:
+        raise UserError(f'{place} is of real sites; to read it: pip install "fedloom[flower]"') from None
+    text = read(place / "experiment.toml").decode("utf-8", "replace")
+    plan, shared = Plan.parse(text), tomllib.loads(text)
+    task = tasks.named(plan.task)
+    resolved = {"primary": task.primary, "higher_is_better": task.higher_is_better, "clients": len(plan.sites)}
+    runs = []
+    for key, (method, seed) in plan.runs().items():
+        config = {k: v for k, v in shared.items() if k not in ("methods", "seeds", "sites")}
+        config |= {"method": expr.method(method).text, "seed": seed, "resolved": {**resolved, "device": "the sites'"}}
+        config["data"] = {"name": plan.name, "partition": "natural()", "seed": seed}
+        if (place / folder_name(key)).is_dir():
+            runs.append(of_folder(place / folder_name(key), config=config))
+    return runs
+
+
+def of_folder(path: Path, name: str = "", setting: str = "", config: Table | None = None) -> Run:
     """A run from its folder, as far as it got.
 
     Raises:
         UserError: the configuration is missing or damaged.
     """
-    config = read_config(path)
+    config = read_config(path) if config is None else config
     history, cut = _rounds(path)
     notes = [str(n) for n in config.get("resolved", {}).get("notes", ())]
     if cut:
