@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
+from fedloom.reports import making
 from tests.cli.conftest import Cli
 from tests.reports.conftest import written
 
@@ -18,6 +21,27 @@ def test_report_says_where_it_is(cli: Cli, tmp_path: Path) -> None:
     assert "<h1>Two &lt;runs&gt;</h1>" in text
     assert "ditto" in text
     assert cli("report", run, "--quiet").out == ""
+
+
+def test_watch_goes_on_until_the_run_is_finished(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = written(tmp_path / "run", 3)
+    table = (run / "clients.csv").read_bytes()
+    (run / "clients.csv").unlink()
+    seen = []
+
+    def sleep(seconds: float) -> None:
+        seen.append((seconds, (run / "report.html").read_text(encoding="utf-8")))
+        (run / "clients.csv").write_bytes(table)
+
+    monkeypatch.setattr(making.time, "sleep", sleep)
+    assert cli("report", run, "--watch", "5").out == f"report: {run / 'report.html'}\n"
+    ((seconds, during),) = seen
+    assert seconds == 5
+    assert '<meta http-equiv="refresh" content="5">' in during
+    assert "not finished" in during
+    after = (run / "report.html").read_text(encoding="utf-8")
+    assert "refresh" not in after
+    assert "not finished" not in after
 
 
 def test_mistakes(cli: Cli, tmp_path: Path) -> None:

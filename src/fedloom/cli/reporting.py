@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from fedloom.reports import report as write
+from fedloom.reports.making import watch as live
 
 
 def report(
@@ -24,12 +25,22 @@ def report(
     tsne: Annotated[
         bool, typer.Option(help="Draw the clients' rows by t-SNE too, where scikit-learn is there.")
     ] = True,
+    watch: Annotated[
+        float | None,
+        typer.Option(metavar="SECONDS", min=1, help="Write it anew every so many seconds until the runs are finished."),
+    ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Do not say where it is.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Say where it is as JSON.")] = False,
 ) -> None:
     """Write one self-contained HTML page about runs: curves, clients, data, costs, how to repeat them."""
-    made = write(runs, out, title=title, tsne=tsne).resolve()
-    if as_json:
-        typer.echo(json.dumps({"report": str(made)}))
-    elif not quiet:
-        typer.echo(f"report: {made}")
+
+    def say(made: Path) -> None:
+        if as_json:
+            typer.echo(json.dumps({"report": str(made.resolve())}))
+        elif not quiet:
+            typer.echo(f"report: {made.resolve()}")
+
+    if watch is None:
+        say(write(runs, out, title=title, tsne=tsne))
+    else:
+        live(runs, out, watch, title=title, said=say)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from fedloom.comparison.record import Comparison
@@ -46,12 +47,41 @@ def report(
     sources = [runs] if isinstance(runs, (str, Path, Result, Comparison)) else list(runs)
     found, comparisons, notes = collect(sources)
     target = _target(out, sources)
-    text = page(Book(found, comparisons, notes, title, tsne))
+    _write(target, page(Book(found, comparisons, notes, title, tsne)))
+    return target
+
+
+def watch(
+    runs: Sequence[Path], out: Path | None, every: float, *, title: str = "", said: Callable[[Path], object]
+) -> Path:
+    """A page that is written anew every few seconds, and shows itself anew, until its runs are finished.
+
+    Args:
+        runs: folders.
+        out: as for :func:`report`.
+        every: seconds.
+        title: of the page.
+        said: called with the file when it is there for the first time.
+    """
+    target, first = _target(out, runs), True
+    while True:
+        found, comparisons, notes = collect(runs)
+        waiting = any(cell.state in ("waiting", "unfinished") for c in comparisons for cell in c.cells)
+        going = waiting or not all(r.finished for r in found)
+        _write(target, page(Book(found, comparisons, notes, title, tsne=not going), refresh=every if going else 0))
+        if first:
+            said(target)
+            first = False
+        if not going:
+            return target
+        time.sleep(every)
+
+
+def _write(target: Path, text: str) -> None:
     if not target.parent.is_dir():
         with disk.writing(target.parent):
             target.parent.mkdir(parents=True, exist_ok=True)
     disk.write(target, text.encode())
-    return target
 
 
 def _target(out: str | Path | None, sources: Sequence[Source]) -> Path:

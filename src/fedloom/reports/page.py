@@ -10,12 +10,13 @@ from fedloom.reports.html import swatch
 from fedloom.reports.sections import SECTIONS
 
 
-def page(book: Book) -> str:
-    """A whole report as HTML."""
+def page(book: Book, refresh: float = 0) -> str:
+    """A whole report as HTML; with a number of seconds after which a browser loads it again, if asked."""
     found = [made for section in SECTIONS if (made := section(book)) is not None]
     assets = files("fedloom.reports") / "assets"
     style = (assets / "style.css").read_text(encoding="utf-8")
     script = (assets / "script.js").read_text(encoding="utf-8")
+    again = f'<meta http-equiv="refresh" content="{refresh:g}">' if refresh else ""
     title = escape(book.title or _title(book))
     links = "".join(f'<a href="#{s.key}">{escape(s.title)}</a>' for s in found)
     body = "".join(
@@ -24,7 +25,7 @@ def page(book: Book) -> str:
     )
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f'{again}<meta name="viewport" content="width=device-width, initial-scale=1">'
         '<meta name="color-scheme" content="light dark"><link rel="icon" href="data:,">'
         "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; img-src data:; style-src 'unsafe-inline'; "
         "script-src 'unsafe-inline'\">"
