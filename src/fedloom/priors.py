@@ -7,6 +7,7 @@ sets gamma (and what else the prior learns) to the minimiser of ``sum_k w_k R(th
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
@@ -42,7 +43,7 @@ class Gaps:
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Prior:
+class Prior(ABC):
     """A family of priors around gamma. ``scale`` multiplies the whole of R and may differ between leaves."""
 
     needs: ClassVar[Literal["mean", "moments", "all"]] = "mean"
@@ -65,30 +66,30 @@ class Prior:
         """The factor of R for a leaf."""
         return 1.0
 
-    def check(self, leaves: tuple[LeafInfo, ...]) -> None:
+    def check(self, leaves: tuple[LeafInfo, ...]) -> None:  # noqa: B027 (a hook: most priors fit any leaves)
         """Raises where the prior does not fit the leaves."""
 
     def begin(self, leaf: Tensor) -> Tensor | None:
         """Initial value of what the server learns beside gamma, in the shape of the leaf."""
         return None
 
+    @abstractmethod
     def penalty(self, gap: Tensor, scale: Tensor | float, learnt: Tensor | None = None) -> Tensor:
         """R of one leaf."""
-        raise NotImplementedError
 
     def near(self, gap: Tensor, scale: Tensor | float, eta: float, learnt: Tensor | None = None) -> Tensor:
         """The gap after an implicit step of size eta: ``argmin_d eta R(d) + (d - gap)^2/2``."""
         raise UserError(f"{self!r} has no closed implicit step; use implicit=False")
 
+    @abstractmethod
     def minimise(self, gaps: Gaps, gamma: Tensor, scale: float, learnt: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """The move of gamma that minimises ``sum_k w_k R``, and what is learnt with it."""
-        raise NotImplementedError
 
+    @abstractmethod
     def slope(
         self, gaps: Gaps, gamma: Tensor, move: Tensor, scale: float, learnt: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         """Gradient of ``sum_k w_k R`` at gamma + move, with respect to gamma and to what is learnt."""
-        raise NotImplementedError
 
     def inside(self, learnt: Tensor | None) -> Tensor | None:
         """What is learnt, put back into its range."""
@@ -116,7 +117,7 @@ class Gaussian(Prior):
                 return value
         return 1.0 / self.sigma2
 
-    def check(self, leaves: tuple[LeafInfo, ...]) -> None:
+    def check(self, leaves: tuple[LeafInfo, ...]) -> None:  # noqa: B027 (a hook: most priors fit any leaves)
         for pattern in self.precision:
             if not any(matches(pattern, leaf) for leaf in leaves):
                 names = ", ".join(leaf.name for leaf in leaves[:12])

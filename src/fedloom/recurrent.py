@@ -6,6 +6,7 @@ elsewhere they are torch's.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -39,7 +40,7 @@ def _rnn(squash: Callable[[Tensor], Tensor]) -> Cell:
     return cell
 
 
-class _Mapped(nn.RNNBase):
+class _Mapped(nn.RNNBase, ABC):
     """A recurrent layer whose weights are those that it holds now, and that runs under ``vmap``."""
 
     @property
@@ -94,9 +95,9 @@ class _Mapped(nn.RNNBase):
 
         return uniform_like(x, x.shape)
 
+    @abstractmethod
     def _cell(self) -> tuple[Cell, int]:
         """The equations of one time step, and how many tensors a state has."""
-        raise NotImplementedError
 
 
 class MappedLSTM(_Mapped, nn.LSTM):
