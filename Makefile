@@ -23,8 +23,8 @@ test-slow: $(STAMP)  ## the slow tests only
 check: $(STAMP)  ## formatting, lint and types, without running anything
 	scripts/check
 
-bench: $(STAMP)  ## run every script in benchmarks/
-	scripts/bench
+bench: $(STAMP)  ## run every script in benchmarks/; with PEERS=1 other libraries beside fedloom too
+	PEERS=$(PEERS) scripts/bench
 
 docs: $(STAMP)  ## build the documentation's site into site/, with every link checked
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict
