@@ -117,7 +117,7 @@ class Gaussian(Prior):
                 return value
         return 1.0 / self.sigma2
 
-    def check(self, leaves: tuple[LeafInfo, ...]) -> None:  # noqa: B027 (a hook: most priors fit any leaves)
+    def check(self, leaves: tuple[LeafInfo, ...]) -> None:
         for pattern in self.precision:
             if not any(matches(pattern, leaf) for leaf in leaves):
                 names = ", ".join(leaf.name for leaf in leaves[:12])
