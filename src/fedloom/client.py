@@ -37,6 +37,9 @@ class Layout(Protocol):
     def call(self, fn: Callable[..., Any], *args: Any) -> Any:
         """Calls a function of one client's tensors for every client."""
 
+    def suited(self, bound: Bound, leaves: Leaves) -> Leaves:
+        """The leaves in the order in memory in which the network computes fastest."""
+
     def stepper(self, desk: Desk, phase: BoundPhase, leaves: Leaves) -> Stepper:
         """What makes the steps of a phase."""
 
@@ -167,7 +170,8 @@ class Desk:
     def train(self, bound_phase: BoundPhase) -> None:
         """THE local loop."""
         phase = bound_phase.phase
-        leaves = dict(self.leaves)
+        leaves = self.layout.suited(self.bound, self.leaves)
+        still = dict(leaves)
         for spec in self.bound.specs.values():
             if spec.copy == phase.copy and spec.buffer:
                 leaves[spec.name] = leaves[spec.name].clone()
@@ -185,7 +189,7 @@ class Desk:
         if stepper.total is not None:
             mean = stepper.total / count.clamp(min=1).to(stepper.total.dtype)
             self.losses.append(torch.where(count > 0, mean, torch.nan))
-        self.leaves = {k: v.detach() for k, v in leaves.items()}
+        self.leaves = {k: self.leaves[k] if v is still[k] else v.detach().contiguous() for k, v in leaves.items()}
         if self.work.keep_optimizer:
             self.optimizer[phase.name] = stepper.states
 
@@ -302,14 +306,16 @@ class Desk:
         whose: Rows = getattr(self.participants[0].site, rows)
         cells = sum(t[:1].numel() for t in pytree.tree_leaves(whose.x))
         size = sweep_rows(cells) if asked is None else asked
+        leaves = self.layout.suited(self.bound, self.leaves)
         for batch in self.layout.sweep(self, rows, size):
-            part = self.layout.call(fn, self.leaves, self.private, batch.packed())
+            part = self.layout.call(fn, leaves, self.private, batch.packed())
             sums = part if sums is None else tree.add(sums, part)
         assert sums is not None, "a sweep over no rows"
         return sums
 
     @torch.no_grad()
     def _keep(self, fn: Callable[..., Leaves], rows: str) -> dict[str, Sequence[Tensor]]:
-        parts = [self.layout.call(fn, self.leaves, self.private, b.packed()) for b in self.layout.sweep(self, rows)]
+        leaves = self.layout.suited(self.bound, self.leaves)
+        parts = [self.layout.call(fn, leaves, self.private, b.packed()) for b in self.layout.sweep(self, rows)]
         axis = self.private["n"].dim()
         return {k: self.layout.trim(self, rows, torch.cat([p[k] for p in parts], axis)) for k in parts[0]}

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from fedloom import batches
 from fedloom.batches import SWEEP_BATCH
-from fedloom.bound import BoundPhase
+from fedloom.bound import Bound, BoundPhase
 from fedloom.client import Desk
 from fedloom.engines.loop import rows_of
 from fedloom.engines.vectorised import feed
@@ -54,6 +54,10 @@ class Stacked:
         if not pytree.tree_leaves(args):
             return fn(*args)
         return torch.vmap(fn, randomness="different")(*args)
+
+    def suited(self, bound: Bound, leaves: Leaves) -> Leaves:
+        """Leaves as they are."""
+        return dict(leaves)
 
     def stepper(self, desk: Desk, phase: BoundPhase, leaves: Leaves) -> MappedStepper:
         """Steps of the whole wave."""
