@@ -314,5 +314,5 @@ def test_slots_do_not_know_engines_and_engines_do_not_know_methods() -> None:
         assert not any(m.startswith("fedloom.engines") for m in imported(folder)), folder
     assert not any(m.startswith(("fedloom.methods", "fedloom.plugins")) for m in imported("engines"))
     for file in package.rglob("*.py"):
-        if file.parent.name != "cli":
+        if file.parent.name != "cli" and file.name != "__main__.py":  # which only starts the command line
             assert not re.search(r"fedloom\.cli\b", file.read_text(encoding="utf-8")), file
