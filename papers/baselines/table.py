@@ -255,7 +255,7 @@ def section(
         return statistics.fmean(c.get(key) or 0.0 for c in rows[method])
 
     base = mean("fedavg", "accuracy") if "fedavg" in rows else 0.0
-    head = f"## {data}, Dirichlet {alpha}\n\n| method | model | lr | accuracy | by rows | worst decile | MB up | MB down | seconds | seeds |"
+    head = f"## {data}, Dirichlet {alpha}\n\n| method | model | lr | accuracy | by rows | worst decile | MB up | MB down | CPU s | seeds |"
     text = [head, "|---|---|---|---|---|---|---|---|---|---|"]
     for method in sorted(rows, key=lambda m: -mean(m, "accuracy")):
         values = [c["accuracy"] or 0.0 for c in rows[method]]
@@ -270,7 +270,7 @@ def section(
             f"{100 * mean(method, 'accuracy_worst10'):.1f}",
             f"{mean(method, 'bytes_up') / 1e6:.1f}",
             f"{mean(method, 'bytes_down') / 1e6:.1f}",
-            f"{mean(method, 'seconds'):.1f}",
+            f"{mean(method, 'cpu'):.0f}",
             str(len(values)),
         )
         text.append("| " + " | ".join(cells) + " |")

@@ -31,7 +31,7 @@ def table() -> ModuleType:
 
 def line(table: ModuleType, method: str, seed: int, lr: float, accuracy: float, alpha: float = 0.1) -> dict[str, Any]:
     cell = table.Cell("digits", alpha, seed, method, lr)
-    numbers = dict.fromkeys(("accuracy_weighted", "accuracy_worst10", "bytes_up", "bytes_down", "seconds"), 1.0)
+    numbers = dict.fromkeys(("accuracy_weighted", "accuracy_worst10", "bytes_up", "bytes_down", "cpu"), 1.0)
     return dict(zip(table.KEY, cell.key, strict=True)) | numbers | {"accuracy": accuracy}
 
 
