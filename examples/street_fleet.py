@@ -21,8 +21,9 @@ HOME = "town1"
 def main(
     folder: Path,
     rounds: int = 12,
-    towns: int = 5,
-    frames: int = 24,
+    towns: int = 4,
+    frames: int = 18,
+    epochs: int = 3,
     size: tuple[int, int] = (48, 72),
     methods: tuple[str, ...] = (),
 ) -> Path:
@@ -35,7 +36,8 @@ def main(
         "model": "topformer_t",
         "task": "segmentation",
         "rounds": rounds,
-        "batch_size": 8,
+        "epochs": epochs,
+        "batch_size": 4,
         "optimizer": fl.adam(lr=3e-3),
         "augment": {"flip": 0.5},
         "evaluate": {"every": max(1, rounds // 6)},

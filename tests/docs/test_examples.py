@@ -53,7 +53,9 @@ def test_hospitals_with_real_patients(tmp_path: Path, capsys: pytest.CaptureFixt
 
 def test_a_fleet_across_borders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fleet = load("street_fleet.py")
-    page = fleet.main(tmp_path, rounds=2, towns=3, frames=12, size=(32, 32), methods=("fedavg + isr(points=1)",))
+    page = fleet.main(
+        tmp_path, rounds=2, epochs=1, towns=3, frames=12, size=(32, 32), methods=("fedavg + isr(points=1)",)
+    )
     assert "the cloud's share went from" in capsys.readouterr().out
     assert {"hybrid", "pictures", "terms", "partition"} <= sections(page)
     assert "data:image/png;base64" in page.read_text(encoding="utf-8")
