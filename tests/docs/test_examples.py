@@ -13,6 +13,9 @@ from fedloom.registry import METHODS, PLUGINS
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
+if not EXAMPLES.is_dir():
+    pytest.skip("examples/ is not here: this is no clone of the repository", allow_module_level=True)
+
 
 @pytest.fixture(autouse=True)
 def registry() -> Iterator[None]:
