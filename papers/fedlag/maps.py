@@ -50,7 +50,7 @@ def users(seed: int, iid: bool, rows: int = 200) -> fl.Federation:
 def cases(options: argparse.Namespace) -> Iterator[study.Case]:
     """Seed by seed, IID and skewed next to each other."""
     for seed in options.seeds:
-        for setting in ("iid", "skewed"):
+        for setting in ("skewed", "iid"):
             if options.part == "toy":
                 yield {"part": "toy", "setting": setting, "seed": seed, "rounds": 30}
             else:
