@@ -303,7 +303,7 @@ class ClientStore(MutableMapping[str, ClientState]):
     def _remove(self, files: set[str]) -> None:
         held = {b.spot.file for log in self._logs.values() for b in log.values() if b.spot is not None}
         for file in files - held:
-            self._segments.pop(file).close()
+            del self._segments[file]
             for facts in (self._sizes, self._bytes, self.digests, self._live):
                 facts.pop(file, None)
             disk.remove(self.place() / file)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import io
 import json
 import math
-import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -57,7 +56,7 @@ def content(states: Mapping[str, ClientState]) -> bytes:
 
 
 class Segment:
-    """A segment on disk, open for reading.
+    """A segment on disk.
 
     Args:
         path: the file.
@@ -66,12 +65,11 @@ class Segment:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            self._file = io.FileIO(path)
+            with open(path, "rb") as file:
+                size = int.from_bytes(file.read(8), "little")
+                header: dict[str, Any] = json.loads(file.read(size))
         except OSError as error:
             raise UserError(f"cannot read {path}: {error.strerror or error}") from None
-        self.close = weakref.finalize(self, self._file.close)
-        size = int.from_bytes(self._file.read(8), "little")
-        header: dict[str, Any] = json.loads(self._file.read(size))
         self._groups: list[dict[str, Any]] = json.loads(header.pop("__metadata__")[TABLE])
         self._spots: list[list[tuple[torch.dtype, tuple[int, ...], int]]] = [[] for _ in self._groups]
         for key in sorted(header, key=lambda k: tuple(int(n) for n in k.split("."))):
@@ -89,19 +87,24 @@ class Segment:
 
     def read(self, group: int, row: int, rounds: int, device: torch.device) -> ClientState:
         """The state of one client."""
-        tensors = {
-            f"{t:06d}": self._tensor(dtype, shape, start, row)
-            for t, (dtype, shape, start) in enumerate(self._spots[group])
-        }
+        try:
+            # Opened anew each time: results of many runs may be alive at once, and a process has few open files.
+            with io.FileIO(self.path) as file:
+                tensors = {
+                    f"{t:06d}": self._tensor(file, dtype, shape, start, row)
+                    for t, (dtype, shape, start) in enumerate(self._spots[group])
+                }
+        except OSError as error:
+            raise UserError(f"cannot read {self.path}: {error.strerror or error}") from None
         return ClientState(**tree(self._groups[group]["outline"], tensors, device), rounds=rounds)
 
-    def _tensor(self, dtype: torch.dtype, shape: tuple[int, ...], start: int, row: int) -> Tensor:
+    def _tensor(self, file: io.FileIO, dtype: torch.dtype, shape: tuple[int, ...], start: int, row: int) -> Tensor:
         # Read into memory of torch's own: how numbers lie in memory may change the last bit of what is computed from them.
         value = torch.empty(shape, dtype=dtype)
         size = math.prod(shape) * dtype.itemsize
         if size:
-            self._file.seek(start + row * size)
+            file.seek(start + row * size)
             buffer: Any = value.reshape(-1).view(torch.uint8).numpy()
-            if self._file.readinto(buffer) != size:
+            if file.readinto(buffer) != size:
                 raise UserError(f"{self.path} ends too early; it was changed while the run went on")
         return value
