@@ -90,7 +90,7 @@ def finite(trees: Sequence[Leaves]) -> list[bool]:
     values = [v for own in floating for v in own]
     if not values:
         return [True] * len(trees)
-    sizes = torch._foreach_norm(values, float("inf"))
+    sizes: Sequence[Tensor] = torch._foreach_norm(values, float("inf"))
     if len({s.dtype for s in sizes}) > 1:
         sizes = [s.double() for s in sizes]
     good = iter(torch.isfinite(torch.stack(list(sizes))).tolist())
