@@ -60,7 +60,9 @@ def test_a_client_that_drops_out_keeps_its_old_state_and_sends_nothing() -> None
 
 def test_a_round_in_which_everybody_drops_out_changes_nothing() -> None:
     seed = next(
-        s for s in range(200) if len(draw(Participation(dropout=0.9), (), s, 1, ROSTER, 10, everyone=False).dropped) == 10
+        s
+        for s in range(200)
+        if len(draw(Participation(dropout=0.9), (), s, 1, ROSTER, 10, everyone=False).dropped) == 10
     )
     data = federation((5,) * 10)
     result = fit("fedavg", data=data, participation={"dropout": 0.9}, rounds=1, seed=seed)
