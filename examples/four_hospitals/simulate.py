@@ -5,6 +5,10 @@
 This simulates them in one process, which is the way to find out whether federating is worth it before anyone opens a port; `run.py` beside
 it then runs the same four hospitals as real sites. The data are the UCI heart disease records (Detrano et al., 1989), looked for where
 FEDLOOM_DATA says, else downloaded; where neither works (or with --made-up), patients are made up.
+
+Methods and epochs were chosen by looking at cuts 0 to 2 (nine methods with 1 epoch, seven of them with 3), so this shows other cuts. On cuts 3
+to 8 accuracy gains next to nothing over training alone (fedper +0.004, fedmap 0.000), AUC a little (fedper +0.026, better in 4 of 6 cuts; fedmap
++0.017, in 6 of 6).
 """
 
 from __future__ import annotations
@@ -19,6 +23,10 @@ import fedloom as fl
 
 # 1. The methods. Training alone is the bar: a hospital that falls below it has no reason to take part.
 METHODS = ("local", "fedavg", "fedper", "ditto(lam=0.5)", "fedmap")
+
+
+# Cuts before this one were used to choose; what is chosen on test rows must not be judged by them.
+FIRST = 3
 
 
 def records(cut: int, made_up: bool = False) -> fl.Federation:
@@ -45,14 +53,14 @@ def records(cut: int, made_up: bool = False) -> fl.Federation:
     return fl.Federation.from_arrays(list(hospitals.values()), ids=list(hospitals))
 
 
-def main(folder: Path, rounds: int = 20, cuts: int = 3, made_up: bool = False) -> Path:
+def main(folder: Path, rounds: int = 20, cuts: int = 6, made_up: bool = False) -> Path:
     # 2. Look at the data first: Switzerland has few patients, and nearly all of them are ill.
-    print(records(0, made_up).summary())
+    print(records(FIRST, made_up).summary())
 
     # 3. Every method gets the same rounds, network and optimiser. Test sets are small, so all is done for several cuts of the patients
     #    into training and test rows. A run's folder holds everything about it.
     results: dict[str, list[fl.Result]] = {method: [] for method in METHODS}
-    for cut in range(cuts):
+    for cut in range(FIRST, FIRST + cuts):
         data = records(cut, made_up)
         for method in METHODS:
             result = fl.fit(
