@@ -6,6 +6,7 @@ It needs NumPy only, so that it can be imported in every environment; torch is i
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import statistics
@@ -57,6 +58,14 @@ def arrays(work: Workload) -> list[tuple[Any, Any]]:
         x = draw.standard_normal((work.rows, *work.shape), dtype=np.float32)
         made.append((x, (x.reshape(len(x), -1) @ plane).argmax(1)))
     return made
+
+
+@functools.cache
+def tensors(work: Workload) -> list[tuple[Any, Any]]:
+    """The rows as tensors, made once in a process."""
+    import torch
+
+    return [(torch.from_numpy(x), torch.from_numpy(y)) for x, y in arrays(work)]
 
 
 def network(work: Workload) -> Any:

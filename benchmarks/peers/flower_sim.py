@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from common import Clock, Workload, arrays, network, optimizer, start
+from common import Clock, Workload, network, optimizer, start, tensors
 
 
 def play(work: Workload, rounds: int, processes: int) -> None:
@@ -17,7 +17,6 @@ def play(work: Workload, rounds: int, processes: int) -> None:
     from flwr.simulation import run_simulation
 
     logging.getLogger("flwr").setLevel(logging.ERROR)
-    rows: list = []
 
     class Client(NumPyClient):
         def __init__(self, number: int) -> None:
@@ -25,12 +24,10 @@ def play(work: Workload, rounds: int, processes: int) -> None:
 
         def fit(self, parameters, config):
             torch.set_num_threads(1)
-            if not rows:  # once in each actor
-                rows.extend((torch.from_numpy(x), torch.from_numpy(y)) for x, y in arrays(work))
             state = dict(zip(self.net.state_dict(), map(torch.from_numpy, parameters), strict=True))
             self.net.load_state_dict(state)
             steps = optimizer(work, self.net.parameters())
-            x, y = rows[self.number]
+            x, y = tensors(work)[self.number]
             for _ in range(work.epochs):
                 for index in torch.randperm(len(y)).split(work.batch):
                     steps.zero_grad()
