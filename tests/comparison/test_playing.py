@@ -135,7 +135,7 @@ def test_processes_give_the_same_numbers(tmp_path: Path, own: str) -> None:
 def test_a_script_that_cannot_be_imported_is_not_run_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("import fedloom as fl\nfl.compare('fedavg')\n")
-    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(script))
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(script), raising=False)
     monkeypatch.setattr(sources.net, "__module__", "__main__")
     monkeypatch.setattr(sys.modules["__main__"], "net", sources.net, raising=False)
     with pytest.warns(UserWarning, match="if __name__ == '__main__'"):

@@ -22,13 +22,17 @@ PLUGIN_ARGUMENTS: dict[str, str] = {}
 """Arguments for plug-ins that have no defaults, or whose defaults do nothing on a tiny network."""
 
 
+PLUGIN_BASES = {"account": "fedavg + clip(1.0) + noise(0.1)"}
+"""What a plug-in that cannot stand on fedavg alone follows."""
+
+
 def texts() -> list[str]:
     found = [name + METHOD_ARGUMENTS.get(name, "") for name in fl.list_methods()]
     for name in fl.list_plugins():
         entry = fl.describe(name)
         arguments = PLUGIN_ARGUMENTS.get(name, "()")
         if arguments != "()" or all(d is not inspect.Parameter.empty for d in entry.parameters.values()):
-            found.append(f"fedavg + {name}{arguments}")
+            found.append(f"{PLUGIN_BASES.get(name, 'fedavg')} + {name}{arguments}")
     return found
 
 
