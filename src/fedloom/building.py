@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedloom import layers, network, rng
+from fedloom import layers, network, numerics, rng
 from fedloom.bound import Bound, bind
 from fedloom.data import ClientData, Federation, Rows, concatenate
 from fedloom.engines import Engine, LoopEngine
@@ -226,18 +226,10 @@ def with_cloud(data: Federation, mixing: Mixing, seed: int) -> Federation:
     return replace(data, clients=tuple(clients), cloud=concatenate(taken))
 
 
-@contextlib.contextmanager
-def products(device: torch.device, precision: str) -> Iterator[None]:
+def products(device: torch.device, precision: str) -> contextlib.AbstractContextManager[None]:
     """TF32 in all products while it lasts, where a run asks for it; otherwise torch's settings as the user has them."""
-    if device.type != "cuda" or precision != "tf32":
-        yield
-        return
-    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
-    try:
-        yield
-    finally:
-        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
+    asked = device.type == "cuda" and precision == "tf32"
+    return numerics.tf32(products=True, convolutions=True) if asked else contextlib.nullcontext()
 
 
 @contextlib.contextmanager

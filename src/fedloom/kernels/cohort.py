@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from fedloom.numerics import tf32
 
 Pair = tuple[int, int]
 
@@ -59,13 +59,13 @@ def convolved(x: Tensor, w: Tensor, bias: Tensor | None, stride: Pair, padding: 
         cells *= (size + 2 * p - d * (k - 1) - 1) // s + 1
     if w.shape[1:].numel() * x.shape[0] * cells * x.element_size() > PATCH_BYTES:
         return F.conv2d(x, w, bias, stride, padding, dilation)
-    y: Tensor = _Convolution.apply(x, w, bias, stride, padding, dilation)  # type: ignore[no-untyped-call]
+    y: Tensor = _Lifted.apply(_CohortConvolution, x, w, bias, stride, padding, dilation)  # type: ignore[no-untyped-call]
     return y
 
 
 def pooled(x: Tensor, kernel: Pair) -> Tensor:
     """Maximum over windows that do not overlap, of one client inside ``vmap``."""
-    y: Tensor = _Pooling.apply(x, kernel)  # type: ignore[no-untyped-call]
+    y: Tensor = _Lifted.apply(_CohortPooling, x, kernel)  # type: ignore[no-untyped-call]
     return y
 
 
@@ -73,39 +73,26 @@ def normalised(
     x: Tensor, mask: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Batch normalisation of one client inside ``vmap``: output, mean, variance and number of values per channel."""
-    y, mean, var, count = _Normalisation.apply(x, mask, weight, bias, eps)  # type: ignore[no-untyped-call]
+    y, mean, var, count = _Lifted.apply(_CohortNormalisation, x, mask, weight, bias, eps)  # type: ignore[no-untyped-call]
     return y, mean, var, count
 
 
-@contextmanager
-def _products(tf32: bool) -> Iterator[None]:
-    """Matrix products as precise as convolutions are allowed to be."""
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = tf32
-    try:
-        yield
-    finally:
-        torch.backends.cuda.matmul.allow_tf32 = before
-
-
-class _Convolution(torch.autograd.Function):
-    """A client's convolution; under ``vmap`` that of the cohort."""
+class _Lifted(torch.autograd.Function):
+    """A cohort's function called for one client inside ``vmap``: the rule for ``vmap`` calls it once for all of them."""
 
     @staticmethod
-    def forward(x: Tensor, w: Tensor, bias: Tensor | None, stride: Pair, padding: Pair, dilation: Pair) -> Tensor:
-        return F.conv2d(x, w, bias, stride, padding, dilation)
+    def forward(cohort: type[torch.autograd.Function], *args: Any) -> Any:
+        raise AssertionError("the kernels serve cohorts only")
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         """Nothing is kept: the rule below replaces the function before it is differentiated."""
 
     @staticmethod
-    def vmap(
-        info: Any, axes: Any, x: Tensor, w: Tensor, bias: Tensor | None, stride: Pair, padding: Pair, dilation: Pair
-    ) -> tuple[Tensor, int]:
-        first = [None if t is None else t.movedim(axis, 0) for t, axis in zip((x, w, bias), axes, strict=False)]
-        y: Tensor = _CohortConvolution.apply(*first, stride, padding, dilation)  # type: ignore[no-untyped-call]
-        return y, 0
+    def vmap(info: Any, axes: Any, cohort: Any, *args: Any) -> tuple[Any, Any]:
+        first = [a.movedim(axis, 0) if isinstance(a, Tensor) else a for a, axis in zip(args, axes[1:], strict=True)]
+        made = cohort.apply(*first)
+        return made, 0 if isinstance(made, Tensor) else (0,) * len(made)
 
 
 class _CohortConvolution(torch.autograd.Function):
@@ -130,7 +117,7 @@ class _CohortConvolution(torch.autograd.Function):
         kept = columns.numel() * columns.element_size() <= KEPT_BYTES
         ctx.save_for_backward(matrix, columns if kept else None, None if kept else x)
         y = x.new_empty(clients, batch, outputs, *shape.out)  # not a view: a layer behind may work in place
-        with _products(ctx.tf32):
+        with tf32(products=ctx.tf32):
             if small:
                 each = matrix[:, None].expand(-1, batch, -1, -1).flatten(0, 1)
                 torch.bmm(each, columns.flatten(0, 1), out=y.view(clients * batch, outputs, -1))
@@ -151,7 +138,7 @@ class _CohortConvolution(torch.autograd.Function):
             d = dy.reshape(clients * batch, outputs, -1)
         else:
             d = dy.transpose(1, 2).reshape(clients, outputs, -1)
-        with _products(ctx.tf32):
+        with tf32(products=ctx.tf32):
             if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
                 columns = patches.gathered(x, shape) if columns is None else columns
                 if shape.apart:
@@ -177,23 +164,6 @@ def _filters(w: Tensor, bias: Tensor | None, rows: int) -> Tensor:
     return torch.cat(parts, 2)
 
 
-class _Pooling(torch.autograd.Function):
-    """A client's pooling; under ``vmap`` that of the cohort."""
-
-    @staticmethod
-    def forward(x: Tensor, kernel: Pair) -> Tensor:
-        return F.max_pool2d(x, kernel)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        """Nothing is kept: the rule below replaces the function before it is differentiated."""
-
-    @staticmethod
-    def vmap(info: Any, axes: Any, x: Tensor, kernel: Pair) -> tuple[Tensor, int]:
-        y: Tensor = _CohortPooling.apply(x.movedim(axes[0], 0), kernel)  # type: ignore[no-untyped-call]
-        return y, 0
-
-
 class _CohortPooling(torch.autograd.Function):
     """x: (clients, ..., height, width)."""
 
@@ -216,25 +186,6 @@ class _CohortPooling(torch.autograd.Function):
         (place,) = ctx.saved_tensors
         dx = patches.returned(dy.reshape(place.shape).contiguous(), place, ctx.flat, ctx.kernel)
         return dx.view(ctx.size), None
-
-
-class _Normalisation(torch.autograd.Function):
-    """A client's batch normalisation; only its rule for ``vmap`` is ever used."""
-
-    @staticmethod
-    def forward(x: Tensor, mask: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float) -> Any:
-        raise AssertionError("the kernel serves cohorts only")
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        """Nothing is kept: the rule below replaces the function before it is differentiated."""
-
-    @staticmethod
-    def vmap(
-        info: Any, axes: Any, x: Tensor, mask: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float
-    ) -> tuple[Any, Any]:
-        first = [None if t is None else t.movedim(a, 0) for t, a in zip((x, mask, weight, bias), axes, strict=False)]
-        return _CohortNormalisation.apply(*first, eps), (0, 0, 0, 0)  # type: ignore[no-untyped-call]
 
 
 class _CohortNormalisation(torch.autograd.Function):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import fedloom
-from fedloom import server
+from fedloom import numerics, server
 from fedloom.engines.base import Engine
 from fedloom.engines.loop import LoopEngine
 from fedloom.engines.vectorised.engine import VectorisedEngine
@@ -67,13 +67,13 @@ def probe(run: Run) -> Verdict:
 @contextmanager
 def _strict(bound: Bound) -> Iterator[None]:
     """No short types and no TF32: the probe looks for other numbers, not for other rounding."""
-    net, matmul, cudnn = bound.network, torch.backends.cuda.matmul, torch.backends.cudnn
-    before = net.autocast, matmul.allow_tf32, cudnn.allow_tf32
-    net.autocast, matmul.allow_tf32, cudnn.allow_tf32 = None, False, False
+    net, before = bound.network, bound.network.autocast
+    net.autocast = None
     try:
-        yield
+        with numerics.tf32(products=False, convolutions=False):
+            yield
     finally:
-        net.autocast, matmul.allow_tf32, cudnn.allow_tf32 = before
+        net.autocast = before
 
 
 def _probe(run: Run, bound: Bound) -> Verdict:
