@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import csv
 import json
-import math
 import re
 import statistics
 from pathlib import Path
 from typing import Any
 
+from fedloom.comparison.statistics import interval
 from fedloom.deploy.plan import Plan
 from fedloom.engines.flower.state import folder_name
 from fedloom.errors import UserError
-
-# Two-sided 95 % points of Student's t, by degrees of freedom; beyond the table the normal distribution's.
-_T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 
 
 def read(out: Path) -> dict[str, Any]:
@@ -38,20 +35,6 @@ def read(out: Path) -> dict[str, Any]:
     return found
 
 
-def interval(values: list[float]) -> tuple[float, float]:
-    """Mean and half-width of its 95 % interval (Student's t); the half-width is NaN for one value.
-
-    Example:
-        >>> interval([0.5, 0.7])
-        (0.6, 1.27)
-    """
-    mean = statistics.fmean(values)
-    if len(values) < 2:
-        return mean, math.nan
-    t = _T[len(values) - 2] if len(values) - 2 < len(_T) else 1.96
-    return mean, t * statistics.stdev(values) / math.sqrt(len(values))
-
-
 def text(found: dict[str, Any], metrics: tuple[str, ...] = ("auc", "balanced_accuracy", "accuracy", "loss")) -> str:
     """A table for each metric that there is: two at most, the most telling first."""
     sites = list(next(iter(found.values())))
@@ -71,10 +54,10 @@ def text(found: dict[str, Any], metrics: tuple[str, ...] = ("auc", "balanced_acc
 
 
 def _cell(values: list[float]) -> str:
-    if not values:
+    found = interval(values)
+    if found is None:
         return "-"
-    mean, half = interval(values)
-    return f"{mean:.3f}" if math.isnan(half) else f"{mean:.3f} ± {half:.3f}"
+    return f"{found.mean:.3f}" if found.half is None else f"{found.mean:.3f} ± {found.half:.3f}"
 
 
 def _line(first: str, cells: list[str]) -> str:
