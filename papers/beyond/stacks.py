@@ -117,12 +117,7 @@ def main() -> None:
     parser.add_argument("--data", default="digits")
     parser.add_argument("--alpha", type=float, default=0.1)
     parser.add_argument("--participation", nargs="+", choices=list(PARTICIPATION), default=list(PARTICIPATION))
-    options = parser.parse_args()
-    log = options.out / "stacks.jsonl"
-    if not options.table:
-        images = study.shrunk(fl.data.load(options.data, data_dir=options.data_dir), options.rows)
-        study.play(cases(options), lambda case: run(case, images, options), log, options)
-    print(report(log))
+    study.conduct(parser, "stacks.jsonl", cases, run, report)
 
 
 if __name__ == "__main__":

@@ -162,12 +162,7 @@ def main() -> None:
     parser.add_argument("--classes", type=int, help="so many classes a client, instead of Dirichlet")
     parser.add_argument("--clients", type=int, help="of a reduced protocol, in which half of them take part in a round")
     parser.add_argument("--lr", type=float, default=0.1)
-    options = parser.parse_args()
-    log = options.out / "table2.jsonl"
-    if not options.table:
-        images = study.shrunk(fl.data.load(options.data, data_dir=options.data_dir), options.rows)
-        study.play(cases(options), lambda case: run(case, images, options), log, options)
-    print(report(log))
+    study.conduct(parser, "table2.jsonl", cases, run, report)
 
 
 if __name__ == "__main__":

@@ -147,12 +147,7 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=20)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--lr", type=float, default=0.02)
-    options = parser.parse_args()
-    log = options.out / "cifar10.jsonl"
-    if not options.table:
-        images = study.shrunk(fl.data.load("cifar10", data_dir=options.data_dir), options.rows)
-        study.play(cases(options), lambda case: run(case, images, options), log, options)
-    print(report(log))
+    study.conduct(parser, "cifar10.jsonl", cases, run, report, data="cifar10")
 
 
 if __name__ == "__main__":

@@ -84,6 +84,23 @@ def play(cases: Iterable[Case], run: Callable[[Case], dict[str, Any]], log: Path
         print(json.dumps({**case, **shown, "wall": round(wall, 1)}), flush=True)
 
 
+def conduct(
+    parser: argparse.ArgumentParser,
+    log: str,
+    cases: Callable[[argparse.Namespace], Iterable[Case]],
+    run: Callable[[Case, fl.data.Dataset, argparse.Namespace], dict[str, Any]],
+    report: Callable[[Path], str],
+    data: str | None = None,
+) -> None:
+    """Reads the options, runs the cases that are missing on a data set (``data``, else ``--data``), shows the table of the log."""
+    options = parser.parse_args()
+    path = options.out / log
+    if not options.table:
+        rows = shrunk(fl.data.load(data or options.data, data_dir=options.data_dir), options.rows)
+        play(cases(options), lambda case: run(case, rows, options), path, options)
+    print(report(path))
+
+
 def machine() -> dict[str, str]:
     """Where a run was made."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"

@@ -143,12 +143,7 @@ def main() -> None:
     parser.add_argument("--alphas", type=float, nargs="+", default=[0.1, 1.0], help="of the part kappa")
     parser.add_argument("--modes", nargs="+", default=["federated", "centralised"], help="of points and terms")
     parser.add_argument("--norm", choices=("gn", "bn_batch", "bn_track", "none"), default="gn")
-    options = parser.parse_args()
-    log = options.out / "small.jsonl"
-    if not options.table:
-        images = study.shrunk(fl.data.load(options.data, data_dir=options.data_dir), options.rows)
-        study.play(cases(options), lambda case: run(case, images, options), log, options)
-    print(report(log))
+    study.conduct(parser, "small.jsonl", cases, run, report)
 
 
 if __name__ == "__main__":

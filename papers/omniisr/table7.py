@@ -136,13 +136,7 @@ def main() -> None:
     parser.add_argument("--alpha", type=float, default=0.1)
     parser.add_argument("--clients", type=int, default=20)
     parser.add_argument("--lr", type=float, default=0.05)
-    options = parser.parse_args()
-    log = options.out / "table7.jsonl"
-    if not options.table:
-        pictures = fl.data.load(options.data, data_dir=options.data_dir)
-        pictures = study.shrunk(pictures, options.rows)
-        study.play(cases(options), lambda case: run(case, pictures, options), log, options)
-    print(report(log))
+    study.conduct(parser, "table7.jsonl", cases, run, report)
 
 
 if __name__ == "__main__":
