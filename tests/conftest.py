@@ -1,4 +1,4 @@
-"""What all tests share: one torch thread, repeatable Hypothesis runs, and the folder of real data."""
+"""What all tests share: one torch thread, a seed, repeatable Hypothesis runs, and the folder of real data."""
 
 from __future__ import annotations
 
@@ -31,7 +31,11 @@ def _data_dir() -> Path:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip a test marked `data` where there is none, even if it reads the folder without the fixture."""
+    """The same weights for a test whatever ran before it; skip one marked `data` where there is none.
+
+    The skip is also for tests that read the folder without the fixture.
+    """
+    torch.manual_seed(0)
     if item.get_closest_marker("data"):
         _data_dir()
 

@@ -6,6 +6,7 @@ they are. Outside of fedloom's forward pass they behave as the originals do.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -38,22 +39,29 @@ class Frame:
     draws: int = 0
 
 
-_frames: list[Frame] = []
+class _Frames(threading.local):
+    """The frames of this thread: runs that share a process, a deployment's for one, each have their own."""
+
+    def __init__(self) -> None:
+        self.entered: list[Frame] = []
+
+
+_frames = _Frames()
 
 
 @contextmanager
 def entered(frame: Frame) -> Iterator[Frame]:
     """Makes a frame the current one."""
-    _frames.append(frame)
+    _frames.entered.append(frame)
     try:
         yield frame
     finally:
-        _frames.pop()
+        _frames.entered.pop()
 
 
 def current() -> Frame | None:
     """The frame of the forward pass that is going on, if fedloom runs it."""
-    return _frames[-1] if _frames else None
+    return _frames.entered[-1] if _frames.entered else None
 
 
 def uniform_like(x: Tensor, shape: tuple[int, ...] | torch.Size) -> Tensor:

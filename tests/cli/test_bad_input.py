@@ -175,7 +175,7 @@ def test_bad_reply_is_recorded_and_the_round_goes_on() -> None:
     clients[1] = ((torch.full_like(data[1].train.x, 1e38), data[1].train.y), None)
     linear = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3))
     result = fl.fit(
-        "fedper", linear, fl.Federation.from_arrays(clients), optimizer=fl.sgd(lr=10.0), rounds=1, progress=False
+        "fedper", linear, fl.Federation.from_arrays(clients), optimizer=fl.sgd(lr=1e6), rounds=1, progress=False
     )
     rejected = result.history[0]["rejected"]
     assert [(r["client"], r["round"]) for r in rejected] == [("1", 1)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 
 import numpy as np
 import pytest
@@ -131,6 +132,42 @@ class Two(nn.Module):
 
     def forward(self, a: Tensor, b: Tensor) -> Tensor:
         return self.head(torch.tanh(self.left(a) + self.right(b)))
+
+
+def test_threads_keep_their_frames_apart() -> None:
+    """Two forward passes that overlap, as those of a deployment's runs do: each keeps its own features."""
+    began, overtaken, ended = threading.Event(), threading.Event(), threading.Event()
+
+    class Pause(nn.Module):
+        """The other thread enters first and goes on while this one is in the middle of its pass."""
+
+        def forward(self, x: Tensor) -> Tensor:
+            first = threading.current_thread() is not threading.main_thread()
+            (began if first else overtaken).set()
+            assert (overtaken if first else ended).wait(10)
+            return x
+
+    def tapped(net: network.Network, x: Tensor) -> dict[str, Tensor]:
+        frame = layers.Frame(wanted=frozenset({"z"}))
+        net(net.start, x, frame, train=True)
+        return frame.features
+
+    def other() -> None:
+        found.update(tapped(nets[1], torch.ones(2, 6)))
+        ended.set()
+
+    nets = [build(nn.Sequential(nn.Linear(6, 4), nn.ReLU(), nn.Linear(4, 3))) for _ in range(2)]
+    for net in nets:
+        net.want(frozenset({"z"}))
+        net.module[1] = Pause()  # type: ignore[operator]
+    found: dict[str, Tensor] = {}
+    thread = threading.Thread(target=other)
+    thread.start()
+    assert began.wait(10)
+    mine = tapped(nets[0], torch.ones(5, 6))
+    thread.join()
+    assert mine["z"].shape == (5, 4)
+    assert found["z"].shape == (2, 4)
 
 
 @pytest.mark.parametrize("form", ["tuple", "dict"])
