@@ -13,7 +13,7 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
-from fedloom.deploy import processes, project, results
+from fedloom.deploy import node, processes, project, results
 from fedloom.deploy.rows import SiteConfig
 
 
@@ -32,8 +32,7 @@ def main(folder: Path) -> None:
         for name in plan.sites:
             place = consortium / "sites" / name
             log = stack.enter_context((place / "node.log").open("ab"))
-            words = processes.node_command(place, SiteConfig.load(place / "site.toml"))
-            stack.enter_context(processes.started(words, processes.environment(place / "home"), log))
+            stack.enter_context(node.site(place, SiteConfig.load(place / "site.toml"), log))
         begun = time.monotonic()
         processes.run(consortium, folder / "results")
         print(results.text(results.read(folder / "results")))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from typing import Any
 import tomli_w
 
 import fedloom as fl
-from fedloom.deploy import processes, project
+from fedloom.deploy import node, processes, project
 from fedloom.deploy.rows import SiteConfig
 from tests.flower.sites import write_sites
 
@@ -51,6 +52,7 @@ class Consortium:
                 server={**server, "local_port": local},
             )
         self.inner, self.nodes = inner, dict[str, subprocess.Popen[bytes]]()
+        self.workers, self.sites = dict[str, node.Worker](), dict[str, ExitStack]()
         self._server: ExitStack | None = None
 
     def start_server(self) -> list[subprocess.Popen[bytes]]:
@@ -66,10 +68,19 @@ class Consortium:
     def start_site(self, name: str) -> subprocess.Popen[bytes]:
         place = self.folder / "sites" / name
         log = self.stack.enter_context((place / "node.log").open("ab"))
-        words = processes.node_command(place, SiteConfig.load(place / "site.toml"))
-        env = processes.environment(place / "home")
-        self.nodes[name] = subprocess.Popen(words, env=env, stdout=log, stderr=log, start_new_session=True)
+        if name in self.sites:
+            self.sites[name].close()
+        self.sites[name] = ExitStack()
+        started = node.site(place, SiteConfig.load(place / "site.toml"), log)
+        self.nodes[name], self.workers[name] = self.sites[name].enter_context(started)
         return self.nodes[name]
+
+    def kill_site(self, name: str) -> None:
+        """As a power cut would."""
+        worker = self.workers[name].process
+        for process in (self.nodes[name], *([] if worker is None else [worker])):
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
     def run(self, out: Path, *words: str) -> subprocess.Popen[str]:
         """`fedloom deploy run` as a user starts it."""
@@ -84,8 +95,8 @@ class Consortium:
         )
 
     def close(self) -> None:
-        for node in self.nodes.values():
-            processes.stop(node)
+        for site in self.sites.values():
+            site.close()
         self.stop_server()
         self.stack.close()
 

@@ -128,8 +128,7 @@ def test_a_site_that_is_killed_is_named_and_comes_back(tmp_path: Path) -> None:
         out = tmp_path / "out"
         with made.run(out) as run:
             wait_until(lambda: len(records(out, "ditto")) >= 1)
-            os.killpg(made.nodes["south"].pid, signal.SIGKILL)
-            made.nodes["south"].wait()
+            made.kill_site("south")
             wait_until(lambda: any(r["rejected"] for r in records(out, "ditto")))
             made.start_site("south")
             said, _ = run.communicate(timeout=1800)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
+import time
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any
@@ -94,7 +95,7 @@ def site(
     as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
 ) -> None:
     """Join the consortium with this site's rows; runs until it is stopped."""
-    from fedloom.deploy import joining, processes
+    from fedloom.deploy import joining, node
     from fedloom.deploy.rows import SiteConfig
 
     if data is not None:
@@ -108,11 +109,12 @@ def site(
             typer.echo(json.dumps(found, indent=2) if as_json else joining.text(found))
             return
     signal.signal(signal.SIGTERM, _stop)
-    words = processes.node_command(folder, config)
-    with processes.started(words, processes.environment(folder / "home")) as node:
+    with node.site(folder, config) as (process, worker):
         typer.echo(f"site {config.site} joins {config.server['address']}")
         try:
-            status = node.wait()
+            while (status := process.poll()) is None:
+                worker.start()  # one that died is replaced
+                time.sleep(1.0)
         except KeyboardInterrupt:
             typer.echo("stopped")
             return

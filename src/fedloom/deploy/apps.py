@@ -1,20 +1,22 @@
-"""The two Flower apps of a deployment: the same for every experiment, since the experiment travels as text."""
+"""What the two Flower apps of a deployment do: the same for every experiment, since the experiment travels as text."""
 
 from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from flwr.app import Context
-from flwr.serverapp import Grid, ServerApp
+from flwr.app import Context, RecordDict
+from flwr.serverapp import Grid
 
 from fedloom import building
 from fedloom.deploy.plan import Plan, digest
 from fedloom.deploy.rows import SiteConfig, load_rows
 from fedloom.deploy.serve import serve
 from fedloom.engines.flower.codes import Code, Refusal
-from fedloom.engines.flower.site import Bench, Workshop, client_app, log_to
+from fedloom.engines.flower.site import Bench, Workshop, answered, client_app, log_to
 from fedloom.engines.flower.state import SiteStore
 from fedloom.engines.flower.wire import Letter
 from fedloom.errors import UserError
@@ -58,8 +60,8 @@ def _check(config: SiteConfig, plan: Plan, text: str) -> None:
             raise UserError(f"the method {method!r} is not among those of this site: {', '.join(config.methods)}")
 
 
-def _open(letter: Letter, context: Context) -> Workshop:
-    path = context.node_config.get("config")
+def _open(letter: Letter, node: Mapping[str, Any]) -> Workshop:
+    path = node.get("config")
     if not isinstance(path, str):
         raise Refusal(Code.DATA, 'the node was started without config="site.toml"')
     try:
@@ -72,11 +74,19 @@ def _open(letter: Letter, context: Context) -> Workshop:
 
 
 client = client_app(_open)
-server = ServerApp()
 
 
-@server.main()  # type: ignore[untyped-decorator, unused-ignore]
-def _main(grid: Grid, context: Context) -> None:
+def answer(content: RecordDict, node: Mapping[str, Any]) -> RecordDict:
+    """A site's reply to a letter.
+
+    Args:
+        content: the letter.
+        node: the configuration of the site's node; ``config`` is the site's own file.
+    """
+    return answered(content, node, _open)
+
+
+def run(grid: Grid, context: Context) -> None:
     """Runs the experiment that the run's configuration names."""
     news = logging.getLogger("fedloom.server")
     news.addHandler(logging.StreamHandler(sys.stdout))

@@ -1,4 +1,4 @@
-"""The processes of both sides: SuperLink and proxy at the server, a SuperNode at a site, and the run."""
+"""Processes: SuperLink and proxy at the server, and the run; those of a site are in :mod:`fedloom.deploy.node`."""
 
 from __future__ import annotations
 
@@ -16,14 +16,16 @@ from typing import IO
 from fedloom.deploy.plan import Plan
 from fedloom.deploy.project import read_consortium
 from fedloom.deploy.records import EXPERIMENT
-from fedloom.deploy.rows import SiteConfig
 from fedloom.engines.flower.state import folder_name
 from fedloom.errors import RunError, UserError
 from fedloom.store.disk import file_name
 
 
 def environment(home: Path) -> dict[str, str]:
-    """The environment of Flower's commands: no telemetry, no look for updates, nothing installed at run time."""
+    """The environment of Flower's commands: no telemetry, no look for updates, nothing installed at run time.
+
+    A message that has come is looked for five times a second, not once.
+    """
     home.mkdir(parents=True, exist_ok=True)
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     return os.environ | {
@@ -32,6 +34,7 @@ def environment(home: Path) -> dict[str, str]:
         "FLWR_TELEMETRY_ENABLED": "0",
         "FLWR_DISABLE_UPDATE_CHECK": "1",
         "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
+        "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2",
     }
 
 
@@ -194,27 +197,3 @@ def run(folder: Path, out: Path, *, resume: bool = False, experiment: Path | Non
             f"the run ended before its last round ({', '.join(missing)}); {folder / 'server' / 'run.log'} says why; "
             "go on with fedloom deploy run --resume"
         )
-
-
-# A site ---------------------------------------------------------------------------------------------------
-
-
-def node_command(folder: Path, config: SiteConfig) -> list[str]:
-    """The SuperNode of a site."""
-    for file in ("ca.crt", "site.key"):
-        if not (folder / file).exists():
-            raise UserError(f"{folder / file} is missing; it comes with the site's folder from fedloom deploy init")
-    address, local = config.server.get("address"), config.server.get("local_port", 9094)
-    if not isinstance(address, str) or not isinstance(local, int):
-        raise UserError(f"{folder / 'site.toml'}: expected [server] address = 'host:port' and local_port = 9094")
-    check_free(local)
-    place = (folder / "site.toml").resolve()
-    if '"' in str(place) or '"' in config.site:
-        raise UserError('names and paths of sites may not hold the character "')
-    return [
-        *(command("flower-supernode"), "--superlink", address),
-        *("--root-certificates", str(folder / "ca.crt")),
-        *("--auth-supernode-private-key", str(folder / "site.key")),
-        *("--host", "127.0.0.1", "--port", str(local)),
-        *("--node-config", f'site="{config.site}" config="{place}"'),
-    ]

@@ -26,7 +26,7 @@ build-backend = "hatchling.build"
 [project]
 name = "fedloom-app"
 version = "1.0.0"
-description = "Carries no code of its own: fedloom is installed at every site."
+description = "Hands messages to the fedloom that is installed at every site."
 license = "Apache-2.0"
 dependencies = ["flwr"]
 
@@ -42,9 +42,11 @@ experiment = ""
 out = ""
 resume = false
 """
-APP_CODE = (
-    '"""The apps of fedloom."""\n\nfrom fedloom.deploy.apps import client, server\n\n__all__ = ["client", "server"]\n'
-)
+
+
+def app_code() -> str:
+    """The module of the bundle that Flower sends to sites."""
+    return (files("fedloom.deploy") / "bundle.py").read_text(encoding="utf-8")
 
 
 def example(sites: list[str]) -> dict[str, Any]:
@@ -92,7 +94,7 @@ def init(
     (folder / CONSORTIUM).write_text(tomli_w.dumps(table), encoding="utf-8")
     make_certificates(server, [host])
     (server / "app" / "pyproject.toml").write_text(APP, encoding="utf-8")
-    (server / "app" / "fedloom_app.py").write_text(APP_CODE, encoding="utf-8")
+    (server / "app" / "fedloom_app.py").write_text(app_code(), encoding="utf-8")
     _fill("nginx.conf", server / "nginx.conf", host=host, port=port, inner=inner)
     for number, name in enumerate(plan.sites):
         _make_site(folder, name, f"{host}:{port}", 9600 + number, own_rows="name" not in plan.data)

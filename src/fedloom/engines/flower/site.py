@@ -5,13 +5,15 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
+import logging.handlers
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from flwr.app import Context
+from flwr.app import Context, RecordDict
 from flwr.app import Message as FlowerMessage
 from flwr.clientapp import ClientApp
 
@@ -202,48 +204,57 @@ def _model(job: Job) -> dict[str, Any]:
     }
 
 
-def client_app(open_workshop: Callable[[Letter, Context], Workshop], name: str = "") -> ClientApp:
+def client_app(open_workshop: Callable[[Letter, Mapping[str, Any]], Workshop], name: str = "") -> ClientApp:
     """A Flower client that works through letters and never lets an exception, or its text, out.
 
     Args:
-        open_workshop: the site's workshop for a letter.
+        open_workshop: the site's workshop for a letter, by the configuration of its node.
         name: the site, for packages that are sent before the workshop is open.
     """
     app = ClientApp()
 
     @app.train()  # type: ignore[untyped-decorator, unused-ignore]
     def train(message: FlowerMessage, context: Context) -> FlowerMessage:
-        site = str(context.node_config.get("site", name))
-        try:
-            package = _opened(message, context, open_workshop, site)
-        except Refusal as refusal:
-            log.error("%s", refusal.reason)
-            package = Package(site, code=refusal.code)
-        except Exception:
-            log.exception("a letter could not be answered")
-            package = Package(site, code=Code.FAILED)
-        return FlowerMessage(pack_package(package), reply_to=message)
+        return FlowerMessage(answered(message.content, context.node_config, open_workshop, name), reply_to=message)
 
     return app
 
 
-def _opened(
-    message: FlowerMessage, context: Context, open_workshop: Callable[[Letter, Context], Workshop], site: str
-) -> Package:
+def answered(
+    content: RecordDict,
+    node: Mapping[str, Any],
+    open_workshop: Callable[[Letter, Mapping[str, Any]], Workshop],
+    name: str = "",
+) -> RecordDict:
+    """The reply to a letter: what its programs gave, or a code; see :func:`client_app`."""
+    site = str(node.get("site", name))
     try:
-        letter = unpack_letter(message.content)
-    except Malformed as error:
-        raise Refusal(Code.MALFORMED, f"the message holds {error}") from None
-    return open_workshop(letter, context).reply(letter)
+        try:
+            letter = unpack_letter(content)
+        except Malformed as error:
+            raise Refusal(Code.MALFORMED, f"the message holds {error}") from None
+        package = open_workshop(letter, node).reply(letter)
+    except Refusal as refusal:
+        log.error("%s", refusal.reason)
+        package = Package(site, code=refusal.code)
+    except Exception:
+        log.exception("a letter could not be answered")
+        package = Package(site, code=Code.FAILED)
+    return pack_package(package)
 
 
 def log_to(path: Path) -> None:
-    """Sends the site's log to a file of its own, once."""
-    for known in log.handlers:
-        if isinstance(known, logging.FileHandler) and Path(known.baseFilename) == path.resolve():
-            return
+    """Sends the site's log to a file of its own, and to no other site's."""
+    place = os.path.abspath(path)
+    files = [known for known in log.handlers if isinstance(known, logging.FileHandler)]
+    for known in files:
+        if known.baseFilename != place:
+            log.removeHandler(known)
+            known.close()
+    if any(known.baseFilename == place for known in files):
+        return
     path.parent.mkdir(parents=True, exist_ok=True)
-    handler = logging.FileHandler(path, encoding="utf-8")
+    handler = logging.handlers.WatchedFileHandler(path, encoding="utf-8")  # goes on where the file was taken away
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     log.addHandler(handler)
     log.setLevel(logging.INFO)
