@@ -7,6 +7,7 @@ Needs `pip install "fedloom[flower]"` and the heart disease data (FEDLOOM_DATA, 
 
 from __future__ import annotations
 
+import os
 import sys
 import tempfile
 import time
@@ -18,6 +19,7 @@ from fedloom.deploy.rows import SiteConfig
 
 
 def main(folder: Path) -> None:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # four hospitals share this machine's cores
     consortium = folder / "consortium"
     plan = project.init(
         consortium,

@@ -55,9 +55,9 @@ class Consortium:
         self.workers, self.sites = dict[str, node.Worker](), dict[str, ExitStack]()
         self._server: ExitStack | None = None
 
-    def start_server(self) -> list[subprocess.Popen[bytes]]:
+    def start_server(self, proxy: bool = True) -> list[subprocess.Popen[bytes]]:
         self._server = ExitStack()
-        self.links = self._server.enter_context(processes.server(self.folder, listen="127.0.0.1"))
+        self.links = self._server.enter_context(processes.server(self.folder, listen="127.0.0.1", proxy=proxy))
         return self.links
 
     def stop_server(self) -> None:

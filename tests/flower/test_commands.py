@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 import stat
 import subprocess
+import tomllib
 from pathlib import Path
 
+import click
 import numpy as np
 import pytest
 import tomli_w
 import torch
+import typer
 
 pytest.importorskip("flwr")
 
@@ -19,6 +24,7 @@ from cryptography.hazmat.primitives.serialization import load_ssh_private_key, l
 
 from fedloom import server
 from fedloom.cli import main
+from fedloom.cli.deploy import app
 from fedloom.deploy import results
 from fedloom.deploy.plan import Plan, digest
 from fedloom.engines.flower.programs import manifest
@@ -54,6 +60,31 @@ def test_init_makes_certificates_and_keys_that_fit(tmp_path: Path) -> None:
     assert plan.sites == ("north", "süd 1")
     assert call("deploy", "init", folder, "--sites", "a") == 2
     assert '["flwr"]' in (folder / "server" / "app" / "pyproject.toml").read_text()
+
+
+def test_compose_starts_commands_that_there_are(tmp_path: Path) -> None:
+    """As far as can be seen without docker: the form of the file, its folders, and that commands take these options."""
+    yaml = pytest.importorskip("yaml")
+    folder = tmp_path / "c"
+    assert call("deploy", "init", folder, "--sites", "north,süd 1", "--host", "server", "--port", "8555") == 0
+    services = yaml.safe_load((folder / "compose.yaml").read_text())["services"]
+    assert len(services) == 3
+    deploys = typer.main.get_command(app)
+    assert isinstance(deploys, click.Group)
+    for name, service in services.items():
+        assert re.fullmatch(r"[a-zA-Z0-9][a-zA-Z0-9._-]*", name)
+        assert set(service) <= {"image", "command", "volumes", "ports", "init", "restart"}
+        program, group, command, *words = shlex.split(service["command"])
+        assert (program, group, command) == ("fedloom", "deploy", "server" if name == "server" else "site")
+        context = deploys.commands[command].make_context(command, list(words))
+        (volume,) = service["volumes"]
+        source, _, target = volume.partition(":")
+        assert str(context.params["folder"]) == target
+        assert (folder / source / ("consortium.toml" if name == "server" else "site.toml")).is_file()
+    assert services["server"]["ports"] == ["8555:8555"]
+    for place in (folder / "sites").iterdir():
+        # Inside of compose's network a service is reached by its name, and the certificate has it.
+        assert tomllib.loads((place / "site.toml").read_text())["server"]["address"] == "server:8555"
 
 
 def test_openssl_agrees(tmp_path: Path) -> None:
@@ -145,6 +176,8 @@ def test_results_have_intervals_over_seeds(tmp_path: Path) -> None:
         ({"inputs": {"shape": []}}, "shape"),
         ({"rounds": 0}, "rounds"),
         ({"colour": 3}, "colour"),
+        ({"augment": {"flip": 0.5}}, "pictures"),
+        ({"augment": {"flip": 2.0}}, "flip"),
         ({"batch_size": "half"}, "batch_size"),
     ],
 )

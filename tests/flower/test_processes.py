@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import http.client
+import importlib.util
 import json
 import os
 import shutil
 import signal
 import ssl
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,7 @@ pytest.importorskip("flwr")
 from safetensors.torch import load_file
 
 import fedloom as fl
+from fedloom import accounting
 from fedloom.deploy import keys, processes
 from fedloom.engines.flower.state import folder_name
 from tests.flower.consortium import Consortium, consortium, tail, wait_until
@@ -27,6 +31,7 @@ from tests.flower.sites import experiment, people
 from tests.flower.test_serve import simulated
 
 SIZES = (9, 14)
+PRIVATE = "fedavg + clip(0.5) + noise(1.0) + account"
 
 
 def records(out: Path, method: str) -> list[dict[str, Any]]:
@@ -63,6 +68,7 @@ def intrude(made: Consortium, folder: Path) -> None:
     paths = (
         *("/", "/v1/control/start-run", "/v1/control/register-node", "/v1/runtime/pull-messages"),
         *("/v1/fleet/../control/start-run", "/v1/fleet/%2e%2e/control/start-run", "/v1/fleet//../control/start-run"),
+        *("/v1/control/../fleet/x", "/v1/%63ontrol/start-run/../../fleet/x", "/v1/fleet/x%2fy", "/v1/fleet/x;y"),
         *("/v1/fleet/x?y=1", "/V1/CONTROL/start-run", "//v1/control/start-run", "/v1/fleet", "/v1/fleet/"),
     )
     for path in paths:
@@ -98,24 +104,81 @@ def intrude(made: Consortium, folder: Path) -> None:
     assert subprocess.run(node, env=env, capture_output=True, timeout=300, check=False).returncode != 0
 
 
-def test_two_methods_over_processes_and_an_intruder(tmp_path: Path) -> None:
-    data, table = people(SIZES), experiment(["fedavg", "fedmap"], sites=2, rounds=2)
+def test_methods_over_processes_an_intruder_and_a_worker_that_dies(tmp_path: Path) -> None:
+    private = [PRIVATE] if importlib.util.find_spec("dp_accounting") else []
+    data, table = people(SIZES), experiment(["fedavg", "fedmap", *private], sites=2, rounds=2)
+    out = tmp_path / "out"
     with consortium(tmp_path, table, data) as made:
         made.start_server()
         for name in table["sites"]:
             made.start_site(name)
-        with made.run(tmp_path / "out") as run:
+        north = made.folder / "sites" / "north" / "store"
+        with made.run(out) as run:
+            wait_until(lambda: list(north.rglob("round-000001.safetensors")))
+            worker = made.workers["north"].process
+            assert worker is not None
+            os.killpg(
+                worker.pid, signal.SIGKILL
+            )  # over the first round's letter or after it: what follows is done without
             intrude(made, tmp_path)
             said, _ = run.communicate(timeout=1200)
         assert run.returncode == 0, said + tail(made.folder / "server" / "link.log")
         for method in ("fedavg", "fedmap"):
-            assert_simulated(tmp_path / "out", method, data, table)
+            assert_simulated(out, method, data, table)
+        for method in private:
+            spent = [r["account"]["epsilon"] for r in records(out, method)]
+            assert spent == [pytest.approx(accounting.epsilon(1.0, releases, 1e-5)) for releases in (1, 2)]
+            assert f"epsilon {spent[-1]:.2f}" in said
+            # The seed is known to everybody: noise that came from it would be the simulator's.
+            with pytest.raises(AssertionError):
+                assert_simulated(out, method, data, table)
+        assert not any(r["rejected"] for method in table["methods"] for r in records(out, method))
         assert "accuracy" in said
-        with made.run(tmp_path / "out") as again:
+        with made.run(out) as again:
             refused, _ = again.communicate(timeout=600)
         assert again.returncode == 2
         assert "--resume" in refused
         assert (made.folder / "sites" / "north" / "site.key").stat().st_mode & 0o077 == 0
+
+
+NGINX = os.environ.get("FEDLOOM_NGINX") or shutil.which("nginx")
+
+
+@contextmanager
+def nginx(made: Consortium, folder: Path) -> Iterator[None]:
+    """nginx with the file that init wrote, paths adapted as its first lines ask."""
+    assert NGINX is not None
+    folder.mkdir()
+    text = (made.folder / "server" / "nginx.conf").read_text()
+    (folder / "site.conf").write_text(text.replace("/etc/fedloom", str(made.folder / "server")))
+    temporary = "".join(
+        f"{kind}_temp_path {folder / kind};\n" for kind in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
+    )
+    whole = (
+        f"daemon off;\npid {folder / 'pid'};\nerror_log {folder / 'error.log'};\nevents {{}}\n"
+        f"http {{\n{temporary}access_log off;\ninclude {folder / 'site.conf'};\n}}\n"
+    )
+    (folder / "nginx.conf").write_text(("user root;\n" if os.geteuid() == 0 else "") + whole)
+    line = [NGINX, "-p", str(folder), "-c", str(folder / "nginx.conf"), "-e", str(folder / "error.log")]
+    with processes.started(line, dict(os.environ)) as process:
+        processes.wait_for_port(made.port, process, "nginx")
+        yield
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(NGINX is None, reason="nginx is not installed (FEDLOOM_NGINX can name its program)")
+def test_nginx_instead_of_the_proxy_lets_sites_in_and_nobody_else(tmp_path: Path) -> None:
+    data, table = people(SIZES), experiment(["fedavg"], sites=2, rounds=1)
+    with consortium(tmp_path, table, data) as made:
+        made.start_server(proxy=False)
+        with nginx(made, tmp_path / "nginx"):
+            for name in table["sites"]:
+                made.start_site(name)
+            with made.run(tmp_path / "out") as run:
+                intrude(made, tmp_path)
+                said, _ = run.communicate(timeout=1200)
+            assert run.returncode == 0, said + tail(tmp_path / "nginx" / "error.log")
+        assert_simulated(tmp_path / "out", "fedavg", data, table)
 
 
 @pytest.mark.slow

@@ -77,6 +77,22 @@ def test_hybrid_mode_with_rows_at_the_server(tmp_path: Path) -> None:
     assert [r["alpha"] for r in courses["fedavg"].history] == [r["alpha"] for r in result.history]
 
 
+def test_augmented_pictures(tmp_path: Path) -> None:
+    draw = np.random.default_rng(0)
+    rows = [(draw.normal(size=(n, 1, 4, 4)).astype("float32"), draw.integers(0, 3, n)) for n in (9, 4, 14, 4)]
+    data = fl.Federation.from_arrays([(rows[0], rows[1]), (rows[2], rows[3])], ["north", "south"])
+    changes = {"flip": 0.5, "pad": 1, "colour": 0.3}
+    form = {"shape": [1, 4, 4], "classes": ["a", "b", "c"]}
+    table = experiment(["ditto"], sites=2, inputs=form, augment=changes)
+    course = deploy(tmp_path, table, data)["ditto"]
+    model = lambda: fl.models.build("mlp", num_classes=3, sample_shape=(1, 4, 4), hidden=[5])  # noqa: E731
+    options = {k: table[k] for k in ("rounds", "epochs", "batch_size")}
+    options |= {"optimizer": fl.sgd(lr=0.1), "progress": False, "engine": "loop"}
+    assert_same(course, fl.fit("ditto", model, data, augment=changes, **options))
+    plain = fl.fit("ditto", model, data, **options)
+    assert plain.history[-1]["train_loss"] != course.history[-1]["train_loss"]
+
+
 def test_nothing_personal_is_in_any_message(tmp_path: Path) -> None:
     """Searches every byte that leaves a site for its rows, its labels' order and its personal leaves."""
     data, replies = people(), []

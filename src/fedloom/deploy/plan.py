@@ -14,6 +14,7 @@ import torch
 from fedloom import building, config, expr, tasks
 from fedloom.bound import Bound
 from fedloom.data import ClientData, Federation, Rows, Scale
+from fedloom.data.augment import Augmentation, augmentation
 from fedloom.errors import UserError
 from fedloom.modes import Mixing
 from fedloom.options import read
@@ -67,6 +68,7 @@ class Plan:
         precision: fp32 or fp64.
         head: pattern of the head's leaves, where it is not found.
         optimizer: name and options of the sites' optimiser.
+        augment: random changes of training pictures, see :class:`fedloom.data.Augment`.
         data: how sites read their rows: label, test, val, seed, preprocess; a site's own file can say more.
         hybrid: options of hybrid mode, and ``cloud``, an npz file with x and y at the server.
         every: rounds between evaluations.
@@ -90,6 +92,7 @@ class Plan:
     precision: Literal["fp32", "fp64"] = "fp32"
     head: str | None = None
     optimizer: Mapping[str, Any] = field(default_factory=dict)
+    augment: Mapping[str, Any] = field(default_factory=dict)
     data: Mapping[str, Any] = field(default_factory=dict)
     hybrid: Mapping[str, Any] = field(default_factory=dict)
     every: int = 1
@@ -113,7 +116,11 @@ class Plan:
                 raise UserError(f"{what}: expected at least one and none twice, got {list(values)}")
         if not self.name or not self.name.isprintable() or len(self.name) > 60:
             raise UserError(f"name={self.name!r}: expected 1 to 60 printable characters")
-        self.form()
+        form = self.form()
+        if self.changes() is not None and len(form.shape) != 3:
+            raise UserError(
+                f"augment: inputs.shape={list(form.shape)}; only pictures [channels, height, width] can be augmented"
+            )
 
     # Reading.
 
@@ -152,6 +159,10 @@ class Plan:
             raise UserError("inputs.mean and inputs.std belong together; give both or neither")
         return form
 
+    def changes(self) -> Augmentation | None:
+        """The augmentation; None for none."""
+        return augmentation(self.augment or None)
+
     # Making.
 
     def runs(self) -> dict[str, tuple[str, int]]:
@@ -185,7 +196,8 @@ class Plan:
 
     def work(self, seed: int) -> Work:
         """How sites work."""
-        return Work(self.epochs, self.batch_size, config.optimizer_of(dict(self.optimizer)), seed, self.rounds)
+        optimizer = config.optimizer_of(dict(self.optimizer))
+        return Work(self.epochs, self.batch_size, optimizer, seed, self.rounds, augment=self.changes())
 
     def site(self, client: ClientData, outputs: int, device: torch.device) -> Site:
         """A site's rows on a device, once they are found to have the form that was agreed on."""

@@ -22,10 +22,7 @@ from fedloom.store.disk import file_name
 
 
 def environment(home: Path) -> dict[str, str]:
-    """The environment of Flower's commands: no telemetry, no look for updates, nothing installed at run time.
-
-    A message that has come is looked for five times a second, not once.
-    """
+    """The environment of Flower's commands: no telemetry, no look for updates, nothing installed at run time."""
     home.mkdir(parents=True, exist_ok=True)
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     return os.environ | {
@@ -34,7 +31,6 @@ def environment(home: Path) -> dict[str, str]:
         "FLWR_TELEMETRY_ENABLED": "0",
         "FLWR_DISABLE_UPDATE_CHECK": "1",
         "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
-        "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2",
     }
 
 

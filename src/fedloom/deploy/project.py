@@ -122,7 +122,7 @@ def _service(name: str) -> str:
     safe = "".join(c if c.isascii() and c.isalnum() else "-" for c in name).strip("-").lower() or "site"
     return (
         f"  site-{safe}:\n    image: fedloom\n    command: fedloom deploy site /site\n"
-        f'    volumes: ["./sites/{folder}:/site"]\n    restart: unless-stopped\n'
+        f'    volumes: ["./sites/{folder}:/site"]\n    init: true\n    restart: unless-stopped\n'
     )
 
 

@@ -273,7 +273,7 @@ def serve(
     *,
     resume: bool = False,
     experiment: str | None = None,
-    poll: float = 0.2,
+    poll: float = 0.4,
 ) -> dict[str, Course]:
     """Runs an experiment over a Flower grid.
 

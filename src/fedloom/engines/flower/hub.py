@@ -38,7 +38,7 @@ class Post:
     grid: Grid
     nodes: dict[str, int] = field(default_factory=dict)
     timeout: float = 90.0
-    poll: float = 0.2
+    poll: float = 0.4
 
     def exchange(self, letters: Mapping[str, Letter], round: int) -> dict[str, Package | str]:
         """Sends each site its letter and waits; a site without an answer has a reason instead."""
