@@ -37,7 +37,15 @@ def matrix(size: int, pairs: dict[tuple[int, int], float]) -> np.ndarray:
 # (a) Limits.
 
 
-@pytest.mark.parametrize("method", ["fedaims(mu=0)", "fedaims_full(mu=0)", "fedper + aims(mu=0, assign='random')"])
+@pytest.mark.parametrize(
+    "method",
+    [
+        "fedaims(mu=0)",
+        "fedaims_full(mu=0)",
+        "fedper + aims(mu=0, assign='random')",
+        "fedaims(mu=0, weights='adaptive')",
+    ],
+)
 def test_one_block_and_no_prototypes_is_fedper(method: str) -> None:
     """(a) m = 1: a single hidden layer leaves no intermediate block."""
     assert identical(shared(fit("fedper", mlp(), cohort=2)), shared(fit(method, mlp(), cohort=2)))
@@ -264,6 +272,9 @@ def test_table_6_of_the_baselines() -> None:
         ("fedaims_full(alpha=[0.5, 0.4])", "sum to 1"),
         ("fedaims(lam=0)", "out of range"),
         ("fedaims(mu=-1)", "out of range"),
+        ("fedaims(weights='adaptive', lam=0.5)", "without lam"),
+        ("fedaims(weights='adaptive', aux_ce='none')", "aux_ce='head'"),
+        ("fedaims(weights='best')", "'adaptive'"),
         ("local + aims", "uploads no trained body"),
         ("fedaims + aims", "aims"),
     ],
@@ -283,9 +294,17 @@ def test_needs_classes() -> None:
         fit("fedaims", mlp(6, 1), task="regression")
 
 
-@pytest.mark.parametrize("base", ["fedrep", "fedbn", "fedavg", "ditto", "fedrep + isr"])
-def test_stacks_on_other_methods(base: str) -> None:
+@pytest.mark.parametrize(
+    ("base", "plugin"),
+    [
+        *((base, "aims") for base in ("fedrep", "fedbn", "fedavg", "ditto", "fedrep + isr")),
+        *((base, "aims(weights='adaptive')") for base in ("fedper", "balancefl", "scaffold")),
+    ],
+)
+def test_stacks_on_other_methods(base: str, plugin: str) -> None:
     model = bn_mlp() if base == "fedbn" else deep()
-    results = [fit(f"{base} + aims", model, federation((6, 9, 5)), cohort=2, engine=e) for e in ("loop", "vectorised")]
+    results = [
+        fit(f"{base} + {plugin}", model, federation((6, 9, 5)), cohort=2, engine=e) for e in ("loop", "vectorised")
+    ]
     assert all(torch.isfinite(v).all() for v in shared(results[0]).values())
     assert [r["loss"] for r in results[0].history] == pytest.approx([r["loss"] for r in results[1].history], rel=1e-9)

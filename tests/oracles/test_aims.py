@@ -109,7 +109,7 @@ def groups_of(similarity: np.ndarray, groups: int) -> dict[int, int]:
 
 def oracle(data: fl.Federation, cohort: int, rounds: int, full: bool = False, **changes: Any) -> dict[str, Any]:
     options = {"mu": 1.0, "aux_ce": "head", "reduction": "mean", "prototypes": "last", "similarity": "raw", "period": 1}
-    options |= {"alpha": None, "lam": None} | changes
+    options |= {"alpha": None, "lam": None, "adaptive": False} | changes
     blockwise, compares = options["prototypes"] == "blockwise", options["mu"] > 0 or options["aux_ce"] == "prototype"
     model = Aims(compares and not blockwise, options["aux_ce"] == "head")
     server = naive.state(model)
@@ -146,6 +146,11 @@ def oracle(data: fl.Federation, cohort: int, rounds: int, full: bool = False, **
                 assert isinstance(mod, Aims)
                 u = mod.features(x)
                 main = F.cross_entropy(mod.net[-1](u[-1]), y)  # type: ignore[operator, index]
+                if options["adaptive"]:
+                    ce, aside = main.item(), F.cross_entropy(mod.aux[str(b)](u[b - 1]), y).item()
+                    weighed = options | {"mu": options["mu"] * ce}
+                    main = main + weighed["mu"] * distance(now[-1], u[-1], y, sum_dim=False)
+                    return aside / (ce + aside) * main + ce / (ce + aside) * task(mod, b, u[b - 1], y, now, weighed)
                 if options["mu"]:
                     main = main + options["mu"] * distance(now[-1], u[-1], y, options["reduction"] == "sum_dim")
                 if full:
@@ -193,6 +198,7 @@ CASES = [
     ("fedaims(aux_ce='none', reduction='sum_dim', mu=0.1)", {"aux_ce": "none", "reduction": "sum_dim", "mu": 0.1}),
     ("fedaims(aux_ce='prototype')", {"aux_ce": "prototype"}),
     ("fedaims(aux_ce='prototype', mu=0, prototypes='blockwise')", {"aux_ce": "prototype", "mu": 0.0, "prototypes": "blockwise"}),
+    ("fedaims(weights='adaptive', mu=0.5)", {"adaptive": True, "mu": 0.5}),
     ("fedaims_full", {"full": True}),
     ("fedaims_full(alpha=[0.2, 0.3, 0.5], mu=0.5)", {"full": True, "alpha": [0.2, 0.3, 0.5], "mu": 0.5}),
     ("fedaims_full(prototypes='blockwise', aux_ce='none')", {"full": True, "prototypes": "blockwise", "aux_ce": "none"}),

@@ -115,6 +115,30 @@ def test_federated_with_shared_adapters() -> None:
     assert gap(names(expected, [1, 3, 5]), shared(result)) < 1e-10
 
 
+def test_weights_that_follow_the_loss() -> None:
+    """``alpha min(1, L / MI_m)`` and ``lambda L``, L and MI_m as numbers; alpha = 2 meets both sides of the minimum."""
+    data, sides = federation((9, 14, 5)), set()
+    model = Supervised(naive.initial(deep), [1, 3, 5], [5, 4, 4], 3)  # type: ignore[arg-type]
+
+    def adaptive(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        assert isinstance(model, Supervised)
+        features, output = model.features(x)
+        task = total = F.cross_entropy(output, y)
+        for z, adapter in zip(features, model.adapters, strict=True):
+            information = F.cross_entropy(adapter(z), y)
+            sides.add(bool(task < information))
+            share = min(1.0, task.item() / information.item())
+            entropy = (torch.softmax(z, 1) * torch.log_softmax(z, 1)).sum(1).mean()
+            total = total + 2.0 * share * information + LAM * task.item() * entropy
+        return total
+
+    expected, _ = oracle(model, data, adaptive)
+    assert sides == {True, False}
+    for engine in ("loop", "vectorised"):
+        method = f"omniisr(alpha=2.0, lam={LAM}, weights='adaptive')"
+        assert gap(names(expected, [1, 3, 5]), shared(fit(method, deep, data, cohort=2, engine=engine))) < 1e-10
+
+
 def test_personal_adapters_stay() -> None:
     data = federation((9, 14, 5))
     model = Supervised(naive.initial(deep), [1, 3, 5], [5, 4, 4], 3)  # type: ignore[arg-type]

@@ -24,6 +24,7 @@ def omniisr(
     spacing: int | None = None,
     position: Literal["input", "middle", "output"] = "input",
     adapters: Literal["shared", "personal"] = "shared",
+    weights: Literal["fixed", "adaptive"] = "fixed",
 ) -> Method:
     """FedAvg with supervised intermediate layers: clients minimise ``CE + sum_m alpha_m MI_m + lambda_m NE_m``.
 
@@ -34,8 +35,9 @@ def omniisr(
         spacing: distance of the taps in the list of candidates; None for 2, or what fits.
         position: ``"input"``, ``"middle"`` or ``"output"``.
         adapters: ``"shared"`` or ``"personal"``.
+        weights: alpha and lam as given, or following the task's loss L: ``alpha_m min(1, L / MI_m)``, ``lambda_m L``.
     """
-    return compose(fedavg(), isr(alpha, lam, points, spacing, position, adapters))
+    return compose(fedavg(), isr(alpha, lam, points, spacing, position, adapters, weights))
 
 
 _FEDAIMS = "Li et al., FedAIMS: Adaptive Intermediate Supervision for Personalized Federated Learning, 2025"
@@ -51,6 +53,7 @@ def fedaims(
     prototypes: Literal["last", "blockwise"] = "last",
     aux_ce: Literal["head", "none", "prototype"] = "head",
     reduction: Literal["mean", "sum_dim"] = "mean",
+    weights: Literal["fixed", "adaptive"] = "fixed",
 ) -> Method:
     """A shared body and a personal head; each client supervises one intermediate block: ``lambda F + (1 - lambda) A^b``.
 
@@ -63,10 +66,11 @@ def fedaims(
         prototypes: of the last block, mapped by personal adapters, or of every block.
         aux_ce: cross-entropy at a block by an auxiliary head, none, or over distances to prototypes.
         reduction: distances are means over dimensions, or sums.
+        weights: lambda and mu as given, or following the losses: ``lambda = CE^b / (CE + CE^b)``, ``mu CE`` for mu.
     """
     plugin = aims(
         mu=mu, lam=lam, assign=assign, similarity=similarity, period=period, prototypes=prototypes, aux_ce=aux_ce,
-        reduction=reduction,
+        reduction=reduction, weights=weights,
     )  # fmt: skip
     return compose(fedper(), plugin)
 

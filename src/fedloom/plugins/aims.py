@@ -35,6 +35,7 @@ _CHOICES = {
     "aux_ce": ("head", "none", "prototype"),
     "reduction": ("mean", "sum_dim"),
     "when": ("before", "after"),
+    "weights": ("fixed", "adaptive"),
 }
 
 
@@ -49,6 +50,7 @@ class Plan:
     blockwise: bool
     aux_ce: str
     sum_dim: bool
+    adaptive: bool = False
     _seen: tuple[Call, ...] | None = None
     _taps: tuple[Tap, ...] = field(default=())
 
@@ -103,6 +105,7 @@ def aims(
     aux_ce: Literal["head", "none", "prototype"] = "head",
     reduction: Literal["mean", "sum_dim"] = "mean",
     when: Literal["before", "after"] = "before",
+    weights: Literal["fixed", "adaptive"] = "fixed",
 ) -> Callable[[Method], Method]:
     """Supervises one intermediate block of each client: ``Phi = lambda F + (1 - lambda) A^b``, b given by the server.
 
@@ -110,6 +113,10 @@ def aims(
     ``R^j = 1/(b d_j) sum ||sigma^j(C_y) - u^j||^2``: u^j is block j's pooled output, sigma^j a personal adapter D -> 64 -> d_j,
     CE^j the loss of a personal auxiliary head on u^j. Only the adapter and the head of the client's block move. ``supervise="full"``
     supervises all blocks: ``Phi = alpha_m F + sum_j alpha_j A^j``.
+
+    ``weights="adaptive"`` (not in the paper) lets the weights follow the losses of the batch, taken as constants:
+    ``lambda = CE^b / (CE + CE^b)``, so that each task weighs as the inverse of its loss does (the closed form of Kendall et
+    al., Multi-Task Learning Using Uncertainty, CVPR 2018), and ``mu CE`` in place of mu: a task that is learned is left alone.
 
     Args:
         mu: weight of the distances to prototypes.
@@ -123,17 +130,22 @@ def aims(
         aux_ce: CE^j by an auxiliary head, none, or over the distances ``-||u^j - sigma^j(C_c)||^2``.
         reduction: distances are means over dimensions, or sums.
         when: prototypes are taken before local training (from the received body), or after it.
+        weights: lambda and mu as they are given, or following the losses (one block per client, auxiliary heads, no lam).
     """
     given: dict[str, str] = {"supervise": supervise, "assign": assign, "similarity": similarity}
     given |= {"prototypes": prototypes, "aux_ce": aux_ce, "reduction": reduction, "when": when}
+    given["weights"] = weights
     for name, value in given.items():
         if value not in _CHOICES[name]:
             raise UserError(f"aims: {name}={value!r}; expected {', '.join(map(repr, _CHOICES[name]))}")
     full = supervise == "full"
     if (alpha is not None and not full) or (lam is not None and full):
         raise UserError("aims: alpha goes with supervise='full', lam with supervise='sampled'")
-    weights = None if alpha is None else _sum_to_one(alpha)
-    plan = Plan(mu, lam, weights, full, prototypes == "blockwise", aux_ce, reduction == "sum_dim")
+    adaptive = weights == "adaptive"
+    if adaptive and (full or lam is not None or aux_ce != "head"):
+        raise UserError("aims: weights='adaptive' goes with supervise='sampled', aux_ce='head' and without lam")
+    shares = None if alpha is None else _sum_to_one(alpha)
+    plan = Plan(mu, lam, shares, full, prototypes == "blockwise", aux_ce, reduction == "sum_dim", adaptive)
 
     def apply(method: Method) -> Method:
         if "delta" not in method.reducers():
@@ -181,8 +193,8 @@ def _weighted(term: Term, plan: Plan, names: set[str]) -> tuple[Term, ...]:
         return (term,)
 
     def fn(view: View, batch: Batch, seen: Seen, *carry: Leaves) -> Any:
-        value, weight = term.fn(view, batch, seen, *carry), plan.main(view.structure)
-        if weight == 1:
+        value, weight = term.fn(view, batch, seen, *carry), _lambda(plan, view, seen)
+        if isinstance(weight, float) and weight == 1:
             return value
         return (weight * value[0], value[1]) if term.carry is not None else weight * value
 
@@ -216,23 +228,39 @@ def _supervision(plan: Plan, view: View, batch: Batch, seen: Seen) -> Tensor:
         shared = seen.broadcast[PROTOTYPES]
         centres, known = shared["mean"], shared["known"]
     parts = []
+    main, mu = _lambda(plan, view, seen), plan.mu * view.loss().detach() if plan.adaptive else plan.mu
     if plan.mu:
         z = pooled(view.z)
-        parts.append(plan.main(structure) * plan.mu * _distance(plan, z, batch, centres[:, -z.shape[1] :], known))
+        parts.append(main * mu * _distance(plan, z, batch, centres[:, -z.shape[1] :], known))
     active = range(1, len(taps) + 1) if plan.full else [seen.key] if isinstance(seen.key, int) else []
     begin = [0, *np.cumsum([t.channels for t in taps]).tolist()]
     for j in active:
         u = pooled(view.feature(taps[j - 1].name), taps[j - 1].axis)
         mine = centres[:, begin[j - 1] : begin[j]] if plan.blockwise else _adapter(view.leaves, j, centres, plan)
-        weight = plan.weight(structure, j)
+        weight = 1 - main if plan.adaptive else plan.weight(structure, j)
         if plan.aux_ce == "head":
-            logits = F.linear(u, *(view.leaves[f"{OWNER}:{j}.head.{p}"] for p in ("weight", "bias")))
-            parts.append(weight * view.loss(logits))
+            parts.append(weight * _head_loss(view, u, j))
         elif plan.aux_ce == "prototype":
             parts.append(weight * _nearest(u, batch, mine, known))
         if plan.mu:
-            parts.append(weight * plan.mu * _distance(plan, u, batch, mine, known))
+            parts.append(weight * mu * _distance(plan, u, batch, mine, known))
     return torch.stack(parts).sum() if parts else torch.zeros_like(seen.n)
+
+
+def _lambda(plan: Plan, view: View, seen: Seen) -> float | Tensor:
+    """Weight of the main task: as given, or ``CE^b / (CE + CE^b)`` of this batch."""
+    if not plan.adaptive:
+        return plan.main(view.structure)
+    if not isinstance(seen.key, int):
+        return 1.0
+    tap = plan.taps(view.structure)[seen.key - 1]
+    aside = _head_loss(view, pooled(view.feature(tap.name), tap.axis), seen.key).detach()
+    return aside / (view.loss().detach() + aside).clamp(min=1e-12)
+
+
+def _head_loss(view: View, u: Tensor, j: int) -> Tensor:
+    """``CE^j``: the loss of block j's auxiliary head on its features."""
+    return view.loss(F.linear(u, *(view.leaves[f"{OWNER}:{j}.head.{p}"] for p in ("weight", "bias"))))
 
 
 def _distance(plan: Plan, u: Tensor, batch: Batch, centres: Tensor, known: Tensor) -> Tensor:

@@ -31,8 +31,17 @@ class Plan:
     """Hyper-parameters of ``isr``, and the taps and weights that follow from them for a model."""
 
     def __init__(
-        self, points: int | tuple[str, ...] | None, spacing: int | None, position: str, alpha: Any, lam: Any
+        self,
+        points: int | tuple[str, ...] | None,
+        spacing: int | None,
+        position: str,
+        alpha: Any,
+        lam: Any,
+        weights: str = "fixed",
     ) -> None:
+        if weights not in ("fixed", "adaptive"):
+            raise UserError(f"isr: weights={weights!r}; expected 'fixed' or 'adaptive'")
+        self.adaptive = weights == "adaptive"
         self.given, self.points, self.spacing = _points(points), points, _whole("spacing", spacing)
         if position not in ("input", "middle", "output"):
             raise UserError(f"isr: position={position!r}; expected 'input', 'middle' or 'output'")
@@ -117,12 +126,16 @@ def isr(
     spacing: int | None = None,
     position: Literal["input", "middle", "output"] = "input",
     adapters: Literal["shared", "personal"] = "shared",
+    weights: Literal["fixed", "adaptive"] = "fixed",
 ) -> Callable[[Method], Method]:
     """Supervises intermediate layers: adds ``sum_m alpha_m MI_m + lambda_m NE_m`` over taps m.
 
     ``MI_m`` is the cross-entropy of an adapter on the features of tap m (1x1 convolution for dense tasks, linear on pooled
     features for classification), ``NE_m`` the mean over latent positions of ``sum_c p_c log p_c``, p = softmax over channels. It
     enters every phase that fits the data and trains a leaf before the tap. On regression only NE is built.
+
+    ``weights="adaptive"`` (not in the paper) lets them follow the task's loss L on the batch, taken as a constant: ``alpha_m min(1,
+    L / MI_m)``, so that no tap weighs more than the task, and ``lambda_m L``: what is learned is left alone.
 
     Args:
         alpha: weight of MI: a number, or one per tap. With ``alpha = lam = 0`` the method is unchanged.
@@ -131,6 +144,7 @@ def isr(
         spacing: distance of the taps in the list of candidates; None for 2, or what fits.
         position: the taps begin at the ``"input"`` side, lie in the ``"middle"``, or end at the ``"output"`` side.
         adapters: ``"shared"`` adapters are averaged as the model is; ``"personal"`` ones stay with their client.
+        weights: alpha and lam as they are given, or following the task's loss.
 
     Example:
         >>> import fedloom as fl
@@ -139,7 +153,7 @@ def isr(
     """
     names = (points,) if isinstance(points, str) else points
     chosen = names if names is None or isinstance(names, int) else tuple(names)
-    plan = Plan(chosen, spacing, position, alpha, lam)
+    plan = Plan(chosen, spacing, position, alpha, lam, weights)
     if adapters not in ("shared", "personal"):
         raise UserError(f"isr: adapters={adapters!r}; expected 'shared' or 'personal'")
 
@@ -165,11 +179,14 @@ def _term(plan: Plan, i: int, method: Method) -> Term:
         (feature,) = view.tapped(owner).values()
         z = feature.to(view.structure.dtype)
         parts = []
+        task = view.loss().detach() if plan.adaptive else None
         if plan.supervised(i, view.structure):
             weight, bias = (view.leaves[f"{OWNER}:{tap.name}.{part}"] for part in ("weight", "bias"))
-            parts.append(alpha * information_term(view, z, weight, bias, tap.axis))
+            value = information_term(view, z, weight, bias, tap.axis)
+            share = 1.0 if task is None else (task / value.detach().clamp(min=1e-12)).clamp(max=1.0)
+            parts.append(alpha * share * value)
         if lam:
-            parts.append(lam * entropy_term(z, batch, tap.axis))
+            parts.append(lam * (1.0 if task is None else task) * entropy_term(z, batch, tap.axis))
         return parts[0] if len(parts) == 1 else parts[0] + parts[1]
 
     def enters(phase: Phase, structure: Structure) -> bool:
