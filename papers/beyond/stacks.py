@@ -38,6 +38,7 @@ STACKS = {
     "FedAIMS, lambda 0.9": "fedaims(lam=0.9)",
     "FedAIMS, mu 0.1": "fedaims(mu=0.1)",
     "FedAIMS, lambda 0.9, mu 0.1": "fedaims(lam=0.9, mu=0.1)",
+    "FedAIMS, adaptive weights": "fedaims(weights='adaptive')",
 }
 PARTICIPATION: dict[str, tuple[float | int, dict[str, Any]]] = {
     "all": (1.0, {}),

@@ -36,6 +36,8 @@ TERMS = {
     "alpha 0.4": "isr(alpha=0.4)",
     "alpha 1": "isr(alpha=1.0)",
     "lambda 0.1": "isr(lam=0.1)",
+    "adaptive weights": "isr(weights='adaptive')",
+    "alpha 1, adaptive weights": "isr(alpha=1.0, weights='adaptive')",
     "personal adapters": "isr(adapters='personal')",
 }
 ALPHAS = (0.05, 0.1, 0.3, 1.0, None)

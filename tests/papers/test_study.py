@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import fedloom as fl
-from papers.beyond import stacks
+from papers.beyond import points, stacks
 from papers.fedaims import table2
 from papers.fedlag import maps
 from papers.fedmap import synthetic
@@ -73,7 +73,7 @@ def test_fewer_rows_of_recordings_stay_in_order() -> None:
     assert (few.sequences[1:] >= few.sequences[:-1]).all()
 
 
-@pytest.mark.parametrize("module", [table7, hybrid, small, stacks, table2], ids=lambda m: m.__name__)
+@pytest.mark.parametrize("module", [table7, hybrid, small, stacks, points, table2], ids=lambda m: m.__name__)
 def test_a_tiny_run_of_each(module: Any, tmp_path: Path) -> None:
     chosen = options(
         seeds=[0], only=None, rounds=2, rows=None, data="digits", alpha=0.5, clients=4, lr=0.05, precision="fp32",
