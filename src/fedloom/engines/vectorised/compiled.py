@@ -2,7 +2,8 @@
 
 Every step of a phase has one shape (all clients, full width, masks always there), so that one compilation serves the run;
 the code is kept on disk by torch and found again by later runs. What changes from step to step or from round to round is
-an argument: rows, masks, learning rates, step counts.
+an argument: rows, masks, learning rates, step counts. A step changes the clients' tensors in place, and batches of several
+steps are gathered at once, so that little Python is left between two steps.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import warnings
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import torch
@@ -55,8 +56,10 @@ def fused(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., An
     compiled: Callable[..., Any] = torch._inductor.compile(graph, list(inputs), options=options)
     draw = torch.Generator().manual_seed(0)
     for share in (0.0, 0.1):
-        moved = [t.clone() if not t.is_floating_point() else _jittered(t, share, draw) for t in inputs]
-        expected, found = graph(*[t.clone() for t in moved]), compiled(*moved)
+        found = [t.clone() if not t.is_floating_point() else _jittered(t, share, draw) for t in inputs]
+        expected = [t.clone() for t in found]
+        graph(*expected)
+        compiled(*found)
         for a, b in zip(expected, found, strict=True):
             near = 1e-3 if a.dtype == torch.float32 else 1e-8
             if not torch.allclose(a, b, rtol=near, atol=near, equal_nan=True):
@@ -83,6 +86,14 @@ class CompiledStepper(MappedStepper):
         if known is not None:
             self.begin(set(known))
 
+    def batches(self) -> Iterator[tuple[Batch, Tensor | None]]:
+        """One batch of every client, and the same as a flat row of tensors for the compiled step."""
+        for ticks, block in self.feed.blocks():
+            flat, spec = pytree.tree_flatten(block.packed())
+            for tick, row in zip(ticks, zip(*(t.unbind(0) for t in flat), strict=True), strict=True):
+                self.tick, self.row = tick, row
+                yield (Batch(*row) if len(row) == 3 else Batch.unpacked(pytree.tree_unflatten(row, spec))), tick.active
+
     def step(self, batch: Batch, active: Tensor | None) -> None:
         """One compiled step; the first of a run is mapped, which tells what the objective reaches."""
         if not self.groups or self.failed:
@@ -92,35 +103,33 @@ class CompiledStepper(MappedStepper):
                 self.store.used[id(self.desk.bound), self.phase.phase.name] = frozenset(used)
             return
         assert active is not None
-        moving = (batch.packed(), active, self.number())
+        number = self.number()
         if self.program is None:
-            self._attach(moving)
+            self._attach((batch.packed(), active, number))
             if self.program is None:
                 self.failed = True
                 super().step(batch, active)
                 return
-        flat = [*self.flat_state, *pytree.tree_leaves(moving)]
+        moving = (*self.row, active, number)
         with torch.no_grad():
-            found = self.program.run(*self.fixed, *[flat[i] for i in self.picked])
-        self._store(list(found))
+            self.program.run(*self.held, *[moving[i] for i in self.picked])
         self.made += 1
 
     # State, flat: parameters, buffers, moments, numbers of steps, carried values, summed losses.
 
     def _flatten(self) -> None:
+        """Lays the state out; from here on steps change these very tensors."""
         n: Tensor = self.private["n"]
-        first = (
-            self.total if self.total is not None else torch.zeros(n.shape, dtype=self.params[0].dtype, device=n.device)
-        )
-        moments = [t for s in self.states for v in s.slots.values() for t in v]
-        counts = [torch.tensor(float(s.step), dtype=torch.float64, device=n.device) for s in self.states]
+        if self.total is None:
+            self.total = torch.zeros(n.shape, dtype=self.params[0].dtype, device=n.device)
+        for name in (*self.phase.trained, *self.buffers):
+            self.leaves[name] = self.leaves[name].detach().contiguous()
         self.flat_state = [
-            *(p.detach() for p in self.params),
-            *(self.leaves[b] for b in self.buffers),
-            *moments,
-            *counts,
-            *pytree.tree_leaves(self.carry),
-            first,
+            *(self.leaves[name] for name in (*self.phase.trained, *self.buffers)),
+            *(t for s in self.states for v in s.slots.values() for t in v),
+            *(torch.tensor(float(s.step), dtype=torch.float64, device=n.device) for s in self.states),
+            *(t.clone(memory_format=torch.contiguous_format) for t in pytree.tree_leaves(self.carry)),
+            self.total,
         ]
 
     def _unflatten(self, flat: list[Tensor]) -> tuple[list[Tensor], Leaves, list[OptState], Any, Tensor]:
@@ -131,15 +140,6 @@ class CompiledStepper(MappedStepper):
         states = [OptState(s, next(left)) for s in slots]
         carry = pytree.tree_map(lambda _: next(left), self.carry)
         return params, buffers, states, carry, next(left)
-
-    def _store(self, flat: list[Tensor]) -> None:
-        self.flat_state = flat
-        count = len(self.params)
-        for name, value in zip(self.phase.trained, flat[:count], strict=True):
-            self.leaves[name] = value
-        for name, value in zip(self.buffers, flat[count:], strict=False):
-            self.leaves[name] = value
-        self.total = flat[-1]
 
     # Making and finding the program.
 
@@ -164,18 +164,19 @@ class CompiledStepper(MappedStepper):
                 return
             self.store.programs[key] = program
             self.store.owners.append(desk.bound)
-        self.program = program
-        self.fixed = [fixed[i].contiguous() for i in program.kept if i < len(fixed)]
-        self.picked = [i - len(fixed) for i in program.kept if i >= len(fixed)]
+        self.program, still = program, len(flat) - len(inputs)
+        self.held = [flat[i].contiguous() for i in program.kept if i < still]
+        self.picked = [i - still for i in program.kept if i >= still]
 
     def _make(self, flat: list[Tensor], count: int, fixed_spec: Any, moving_spec: Any) -> Program | None:
         desk, phase, size = self.desk, self.phase, len(self.flat_state)
         touched: set[str] = set()
 
         def full(*args: Tensor) -> list[Tensor]:
+            before = args[count : count + size]
             rest, private, common, rates = pytree.tree_unflatten(list(args[:count]), fixed_spec)
             packed, active, number = pytree.tree_unflatten(list(args[count + size :]), moving_spec)
-            state = [t.clone() for t in args[count : count + size]]
+            state = [t.clone() for t in before]
             twin = copy.copy(self)
             twin.params, buffers, twin.states, twin.carry, total = self._unflatten(state)
             twin.private = private
@@ -197,7 +198,10 @@ class CompiledStepper(MappedStepper):
             moments = [t for s in twin.states for v in s.slots.values() for t in v]
             steps = [s.step for s in twin.states]
             kept = [twin.leaves[b] for b in self.buffers]
-            return [*twin.params, *kept, *moments, *steps, *pytree.tree_leaves(twin.carry), total]
+            after = [*twin.params, *kept, *moments, *steps, *pytree.tree_leaves(twin.carry), total]
+            for old, new in zip(before, after, strict=True):
+                old.copy_(new)
+            return []
 
         try:
             graph = make_fx(full, tracing_mode="fake", _allow_non_fake_inputs=True)(*[t.detach() for t in flat])

@@ -22,6 +22,8 @@ from fedloom.types import Batch, Inputs
 
 KEPT_BYTES = 1 << 30
 """How many bytes of laid-out rows are kept for the next round."""
+BLOCK_BYTES = 1 << 20
+"""How many bytes of batches are gathered at once: they should still be in the processor's cache when their step comes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,17 +170,17 @@ class Feed:
         live = lengths[:, 0] > 0
         groups, everyone = lengths.shape[1:]
         actives = torch.from_numpy(live).to(device, non_blocking=True)
+        if fixed:
+            yield from (Tick(t, everyone, (full,) * groups, True, now) for t, now in enumerate(actives.unbind(0)))
+            return
         for t in range(len(live)):
             last = int(np.flatnonzero(live[t])[-1]) + 1
-            clients = everyone if whole or fixed else min(widened(last), everyone)
+            clients = everyone if whole else min(widened(last), everyone)
             here = lengths[t, :, :clients]
             idle = not live[t, :clients].all()
             even = here.min() == here.max()
-            if fixed:
-                yield Tick(t, clients, (full,) * groups, True, actives[t])
-            else:
-                active = actives[t, :clients] if idle else None
-                yield Tick(t, clients, (int(here.max()) if even else full,) * groups, not even, active)
+            active = actives[t, :clients] if idle else None
+            yield Tick(t, clients, (int(here.max()) if even else full,) * groups, not even, active)
 
     def _even_ticks(self, lengths: np.ndarray, device: torch.device) -> Iterator[Tick]:
         for t in range(len(lengths)):
@@ -187,6 +189,19 @@ class Feed:
                 here = np.array([s == shape for s in shapes])
                 active = None if here.all() else torch.from_numpy(here).to(device)
                 yield Tick(t, len(shapes), tuple(int(w) for w in shape), False, active)
+
+    def blocks(self) -> Iterator[tuple[list[Tick], Batch]]:
+        """Several steps of one shape at a time, and their batches along a first axis of steps."""
+        steps, groups = self.index.shape[:2]
+        row = sum(t[:1].numel() * t.element_size() for t in [*pytree.tree_leaves(self.pool.x), self.pool.y])
+        size = max(1, BLOCK_BYTES // max(1, row * self.index[:1].numel()))
+        for first in range(0, steps, size):
+            made = None
+            for group in reversed(range(groups)):
+                mask = None if self.masks is None else self.masks[first : first + size, group]
+                made = self.pool.take(self.index[first : first + size, group], mask, made)
+            assert made is not None
+            yield self.ticks[first : first + size], made
 
     def batch(self, tick: Tick) -> Batch:
         """The batch of a step."""

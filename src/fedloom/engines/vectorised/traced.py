@@ -16,6 +16,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
+from fedloom.engines.vectorised.algebra import is_write, simplify
 from fedloom.stepping import objective
 from fedloom.types import Memory, Seen
 
@@ -177,7 +178,7 @@ _ALIASES = {
 def tidy(graph: fx.GraphModule) -> list[int]:
     """Drops operations that do nothing and arguments that nothing reads; returns the positions of those kept."""
     nodes = graph.graph.nodes
-    writes = any(_writes(n) for n in nodes)
+    writes = any(is_write(n) for n in nodes)
     for node in list(nodes):
         if node.op != "call_function" or not node.args or not isinstance(node.args[0], fx.Node):
             continue
@@ -185,21 +186,17 @@ def tidy(graph: fx.GraphModule) -> list[int]:
         by_one = node.target is torch.ops.aten.mul.Scalar and node.args[1] == 1 and not writes
         if (by_one or node.target in _ALIASES) and _same(node, source):
             node.replace_all_uses_with(source)
-    graph.graph.eliminate_dead_code(lambda n: n.op in ("placeholder", "output") or _writes(n))
+    graph.graph.eliminate_dead_code(lambda n: n.op in ("placeholder", "output") or is_write(n))
     kept = []
     for i, node in enumerate([n for n in nodes if n.op == "placeholder"]):
         if node.users:
             kept.append(i)
         else:
             graph.graph.erase_node(node)
+    simplify(graph)
     graph.graph.set_codegen(fx.graph.CodeGen())
     graph.recompile()
     return kept
-
-
-def _writes(node: fx.Node) -> bool:
-    schema = getattr(node.target, "_schema", None)
-    return schema is not None and schema.is_mutable
 
 
 def _same(a: fx.Node, b: fx.Node) -> bool:
