@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import fedloom as fl
 from fedloom.client import Desk
-from fedloom.engines.vectorised import VectorisedEngine
+from fedloom.engines.vectorised import VectorisedEngine, compiled, feed
 from fedloom.engines.vectorised.feed import widened
 from fedloom.slots import Term
 from tests.engines.test_parity import texts
@@ -95,6 +95,63 @@ def test_compiled(method: str, optimizer: Any) -> None:
     engine = VectorisedEngine(step="compiled")
     agree(method, bn_mlp(), federation((9, 14, 5, 6)), engine, optimizer=optimizer, rounds=3, epochs=2)
     assert engine.facts()["events"] == []
+
+
+@pytest.mark.slow
+def test_compiled_code_is_found_on_disk() -> None:
+    from torch._dynamo.utils import counters
+
+    for _ in range(2):
+        before = counters["inductor"]["fxgraph_cache_hit"]
+        fit("fedavg", mlp(), federation((9, 14, 5, 6)), engine=VectorisedEngine(step="compiled"), rounds=2)
+    assert counters["inductor"]["fxgraph_cache_hit"] == before + 1
+
+
+def test_cohorts_of_ever_new_sizes_are_not_compiled_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    uncompiled(monkeypatch)
+    monkeypatch.setattr(compiled, "PROGRAMS", 2)
+    engine = VectorisedEngine(step="compiled")
+    agree("fedavg", mlp(), federation((9, 14, 5, 6, 7, 8)), engine, rounds=8, participation={"dropout": 0.4})
+    assert engine.traces is not None
+    assert len(engine.traces.programs) == 2
+    assert any("often enough" in event for event in engine.facts()["events"])
+
+
+def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole steps as they are before the compiler gets them: everything of the compiled way but its code."""
+    monkeypatch.setattr(compiled, "fused", lambda graph, inputs: graph.forward)
+
+
+@pytest.mark.parametrize("method", ["ditto", "pfedme", "apfl", "feddbe", "peravg", "scaffold", "fedavg + clip(0.1)"])
+def test_whole_steps_change_tensors_in_place(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    uncompiled(monkeypatch)
+    monkeypatch.setattr(feed, "BLOCK_BYTES", 1500)  # several blocks, and a last one that is not full
+    engine = VectorisedEngine(step="compiled")
+    agree(method, bn_mlp(), federation((9, 14, 5, 6)), engine, optimizer=fl.adam(1e-2), rounds=3, cohort=3, epochs=2)
+    assert engine.facts()["events"] == []
+    assert engine.traces is not None
+    assert engine.traces.programs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", texts())
+def test_every_method_in_whole_steps(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    uncompiled(monkeypatch)
+    try:
+        agree(method, bn_mlp(), federation((9, 14, 5)), VectorisedEngine(step="compiled"), rounds=3, cohort=2, epochs=1)
+    except fl.UserError as error:
+        pytest.skip(f"refused: {error}")
+
+
+def test_a_step_that_cannot_be_compiled_is_mapped_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(graph: Any, inputs: Any) -> Any:
+        raise RuntimeError("no compiler here")
+
+    monkeypatch.setattr(compiled, "fused", refuse)
+    engine = VectorisedEngine(step="compiled")
+    agree("scaffold", bn_mlp(), federation((9, 14, 5)), engine, rounds=3)
+    assert "no compiler here" in engine.facts()["events"][0]
+    assert "often enough" in engine.facts()["events"][-1]
 
 
 def test_out_of_memory_halves_the_wave_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

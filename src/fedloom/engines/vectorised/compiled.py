@@ -16,7 +16,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
 from fedloom.bound import BoundPhase
@@ -53,7 +56,10 @@ def fused(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., An
     for SCAFFOLD from the second round on (the cause was not found): hence the comparison.
     """
     options = {"size_asserts": False, "alignment_asserts": False}
-    compiled: Callable[..., Any] = torch._inductor.compile(graph, list(inputs), options=options)
+    fake = FakeTensorMode(shape_env=ShapeEnv())
+    with tracing(TracingContext(fake)):  # without it torch does not look for the code on disk
+        shapes: list[Any] = [fake.from_tensor(t, static_shapes=True) for t in inputs]
+        compiled: Callable[..., Any] = torch._inductor.compile(graph, shapes, options=options)
     draw = torch.Generator().manual_seed(0)
     for share in (0.0, 0.1):
         found = [t.clone() if not t.is_floating_point() else _jittered(t, share, draw) for t in inputs]
@@ -72,6 +78,10 @@ def _jittered(value: Tensor, share: float, draw: torch.Generator) -> Tensor:
     return value + share * noise
 
 
+RETRIES, PROGRAMS = 2, 4
+"""Most compilations of one shape and of one phase: numbers that a term reads, or cohorts of ever new sizes, have no end."""
+
+
 class CompiledStepper(MappedStepper):
     """The steps of a phase for a wave of clients, compiled."""
 
@@ -80,11 +90,12 @@ class CompiledStepper(MappedStepper):
         self.store = traces
         self.program: Program | None = None
         self.failed = False
-        specs = desk.bound.specs
-        self.buffers = [n for n in leaves if specs[n].buffer and n in self.own]
         known = self.store.used.get((id(desk.bound), phase.phase.name))
         if known is not None:
-            self.begin(set(known))
+            used, written = known
+            self.begin(set(used))
+            for name in sorted(written):
+                self._writable(name)
 
     def batches(self) -> Iterator[tuple[Batch, Tensor | None]]:
         """One batch of every client, and the same as a flat row of tensors for the compiled step."""
@@ -100,7 +111,7 @@ class CompiledStepper(MappedStepper):
             super().step(batch, active)
             if self.groups:
                 used = {self.phase.trained[i] for where, _, _ in self.groups for i in where}
-                self.store.used[id(self.desk.bound), self.phase.phase.name] = frozenset(used)
+                self.store.used[id(self.desk.bound), self.phase.phase.name] = frozenset(used), frozenset(self.own)
             return
         assert active is not None
         number = self.number()
@@ -115,17 +126,17 @@ class CompiledStepper(MappedStepper):
             self.program.run(*self.held, *[moving[i] for i in self.picked])
         self.made += 1
 
-    # State, flat: parameters, buffers, moments, numbers of steps, carried values, summed losses.
+    # State, flat: parameters, other leaves that change, moments, numbers of steps, carried values, summed losses.
 
     def _flatten(self) -> None:
-        """Lays the state out; from here on steps change these very tensors."""
+        """Lays the state out."""
         n: Tensor = self.private["n"]
         if self.total is None:
             self.total = torch.zeros(n.shape, dtype=self.params[0].dtype, device=n.device)
-        for name in (*self.phase.trained, *self.buffers):
-            self.leaves[name] = self.leaves[name].detach().contiguous()
+        # Buffers, and what projections write besides.
+        self.others = [name for name in self.leaves if name in self.own and name not in self.phase.trained]
         self.flat_state = [
-            *(self.leaves[name] for name in (*self.phase.trained, *self.buffers)),
+            *(self.leaves[name].detach().contiguous() for name in (*self.phase.trained, *self.others)),
             *(t for s in self.states for v in s.slots.values() for t in v),
             *(torch.tensor(float(s.step), dtype=torch.float64, device=n.device) for s in self.states),
             *(t.clone(memory_format=torch.contiguous_format) for t in pytree.tree_leaves(self.carry)),
@@ -135,11 +146,11 @@ class CompiledStepper(MappedStepper):
     def _unflatten(self, flat: list[Tensor]) -> tuple[list[Tensor], Leaves, list[OptState], Any, Tensor]:
         left = iter(flat)
         params = [next(left) for _ in self.params]
-        buffers = {b: next(left) for b in self.buffers}
+        others = {n: next(left) for n in self.others}
         slots = [{k: [next(left) for _ in v] for k, v in s.slots.items()} for s in self.states]
         states = [OptState(s, next(left)) for s in slots]
         carry = pytree.tree_map(lambda _: next(left), self.carry)
-        return params, buffers, states, carry, next(left)
+        return params, others, states, carry, next(left)
 
     # Making and finding the program.
 
@@ -147,7 +158,7 @@ class CompiledStepper(MappedStepper):
         desk, phase = self.desk, self.phase
         self._flatten()
         rates = [torch.tensor(lr, dtype=torch.float64, device=self.private["n"].device) for _, _, lr in self.groups]
-        changing = {*phase.trained, *self.buffers}
+        changing = {*phase.trained, *self.others}
         rest = {n: v for n, v in self.leaves.items() if n not in changing}
         fixed, fixed_spec = pytree.tree_flatten((rest, self.private, common_of(desk), rates))
         inputs, moving_spec = pytree.tree_flatten(moving)
@@ -157,16 +168,25 @@ class CompiledStepper(MappedStepper):
         key = ("compiled", id(desk.bound), phase.phase.name, desk.participants[0].key, shapes, optimizers, fixed_spec)
         program: Program | None = self.store.programs.get(key)
         if program is None or constants(desk, program.touched) != program.values:
-            times = self.store.times.get(key, 0)
-            self.store.times[key] = times + 1
-            program = self._make(flat, len(fixed), fixed_spec, moving_spec) if times < 2 else None
+            times = [self._again(key), self._again(key[:3])]
+            program = None
+            if times[0] <= RETRIES and times[1] <= PROGRAMS:
+                program = self._make(flat, len(fixed), fixed_spec, moving_spec)
+            elif times[0] <= RETRIES + 1 and times[1] <= PROGRAMS + 1:
+                self.store.notes.append(f"phase {phase.phase.name!r}: tried often enough, other steps are mapped")
             if program is None:
                 return
             self.store.programs[key] = program
             self.store.owners.append(desk.bound)
+        # From here on steps change these very tensors.
+        self.leaves.update(zip((*phase.trained, *self.others), self.flat_state, strict=False))
         self.program, still = program, len(flat) - len(inputs)
         self.held = [flat[i].contiguous() for i in program.kept if i < still]
         self.picked = [i - still for i in program.kept if i >= still]
+
+    def _again(self, what: Hashable) -> int:
+        self.store.times[what] = self.store.times.get(what, 0) + 1
+        return self.store.times[what]
 
     def _make(self, flat: list[Tensor], count: int, fixed_spec: Any, moving_spec: Any) -> Program | None:
         desk, phase, size = self.desk, self.phase, len(self.flat_state)
@@ -178,9 +198,10 @@ class CompiledStepper(MappedStepper):
             packed, active, number = pytree.tree_unflatten(list(args[count + size :]), moving_spec)
             state = [t.clone() for t in before]
             twin = copy.copy(self)
-            twin.params, buffers, twin.states, twin.carry, total = self._unflatten(state)
+            twin.params, others, twin.states, twin.carry, total = self._unflatten(state)
+            twin.own = set(self.own)
             twin.private = private
-            twin.leaves = {**rest, **buffers, **dict(zip(phase.trained, twin.params, strict=True))}
+            twin.leaves = {**rest, **others, **dict(zip(phase.trained, twin.params, strict=True))}
             twin.groups = [(w, o, rate) for (w, o, _), rate in zip(self.groups, rates, strict=True)]
             value = torch.vmap(objective(desk, phase, watched(desk, common, touched)), randomness="different")
             for _ in range(phase.phase.repeat):
@@ -193,11 +214,11 @@ class CompiledStepper(MappedStepper):
                     twin.assign(phase.phase.project, active)
             if phase.phase.after is not None:
                 twin.assign(phase.phase.after, active)
-            assert twin.own == self.own, "a projection changes a leaf that the phase does not train"
+            assert twin.own == self.own, "a projection changes a leaf that it did not change in the first step"
             total = total + torch.where(active, losses.detach(), 0.0)
             moments = [t for s in twin.states for v in s.slots.values() for t in v]
             steps = [s.step for s in twin.states]
-            kept = [twin.leaves[b] for b in self.buffers]
+            kept = [twin.leaves[n] for n in self.others]
             after = [*twin.params, *kept, *moments, *steps, *pytree.tree_leaves(twin.carry), total]
             for old, new in zip(before, after, strict=True):
                 old.copy_(new)

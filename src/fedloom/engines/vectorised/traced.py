@@ -113,7 +113,7 @@ class Traces:
         self.notes: list[str] = []
         self.times: dict[Hashable, int] = {}
         self.owners: list[object] = []
-        self.used: dict[Hashable, frozenset[str]] = {}
+        self.used: dict[Hashable, tuple[frozenset[str], frozenset[str]]] = {}
         self.programs: dict[Hashable, Any] = {}
         self._known: dict[Hashable, Trace | None] = {}
 
