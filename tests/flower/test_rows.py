@@ -15,7 +15,7 @@ pytest.importorskip("flwr")
 
 import fedloom as fl
 from fedloom.deploy.plan import Plan
-from fedloom.deploy.rows import SiteConfig, load_rows
+from fedloom.deploy.rows import SiteConfig, load_rows, new_rows
 from tests.flower.sites import experiment
 
 HEADER = ["age", "sex", "chol", "outcome"]
@@ -138,3 +138,44 @@ def test_hospitals_of_the_heart_disease_data(tmp_path: Path, data_dir: Path) -> 
     client = load_rows(chosen, SiteConfig.load(tmp_path / "site.toml"), 3)
     expected = fl.data.load("heart_disease").partition(fl.natural(), seed=3)["va"]
     assert torch.equal(client.train.x, expected.train.x)  # type: ignore[arg-type]
+
+
+def test_new_rows_are_seen_as_the_training_rows_were(tmp_path: Path) -> None:
+    """The training rows once more, as new ones: without labels, in another order of columns, the same numbers."""
+    config = site(tmp_path)
+    client = load_rows(plan(), config, 0)
+    with open(tmp_path / "new.csv", "w", newline="") as file:
+        csv.writer(file).writerows([["chol", "age", "sex"], *([c, a, s] for a, s, c, _ in LINES)])
+    made = new_rows(plan(), config, 0, tmp_path / "new.csv")
+    assert made.shape == (20, 4)
+    assert client.test is not None
+    expected = torch.cat([client.train.x, client.test.x])  # type: ignore[list-item]
+    assert sorted(made.tolist()) == sorted(expected.tolist())
+    (tmp_path / "new.csv").write_text("age,sex\n40,F\n")
+    with pytest.raises(fl.UserError, match="'chol' is missing"):
+        new_rows(plan(), config, 0, tmp_path / "new.csv")
+    (tmp_path / "new.csv").write_text("age,sex,chol\n40,X,200\n")
+    with pytest.raises(fl.UserError, match="'X' is not one of F, M"):
+        new_rows(plan(), config, 0, tmp_path / "new.csv")
+
+
+def test_new_arrays_are_preprocessed_too(tmp_path: Path) -> None:
+    x = np.random.default_rng(0).normal(5.0, 3.0, (20, 6)).astype("float32")
+    np.savez(tmp_path / "rows.npz", x=x, y=np.arange(20) % 3)
+    (tmp_path / "site.toml").write_text(tomli_w.dumps({"site": "north", "data": {"path": "rows.npz"}}))
+    config = SiteConfig.load(tmp_path / "site.toml")
+    scaled = Plan.of(experiment(["fedavg"], data={"preprocess": {"impute": "median", "scale": "standard"}}))
+    client = load_rows(scaled, config, 0)
+    x[0, 0] = float("nan")
+    np.savez(tmp_path / "new.npz", x=x.astype("float64"))
+    made = new_rows(scaled, config, 0, tmp_path / "new.npz")
+    assert client.test is not None
+    before = torch.cat([client.train.x, client.test.x])  # type: ignore[list-item]
+    rows = {tuple(row) for row in before.tolist()}
+    assert made.dtype == torch.float32
+    assert sum(tuple(row) in rows for row in made.tolist()) == 19
+    with pytest.raises(fl.UserError, match="missing or infinite"):
+        new_rows(Plan.of(experiment(["fedavg"])), config, 0, tmp_path / "new.npz")
+    np.savez(tmp_path / "new.npz", x=x[:, :5])
+    with pytest.raises(fl.UserError, match="x has shape"):
+        new_rows(scaled, config, 0, tmp_path / "new.npz")

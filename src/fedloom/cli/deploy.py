@@ -145,7 +145,9 @@ def predict(
     folder: Annotated[Path, typer.Argument(help="The site's folder.")],
     experiment: Annotated[Path, typer.Option(help="The experiment.")],
     method: Annotated[str, typer.Option(help="Which of its methods.")],
-    input: Annotated[Path, typer.Option(help="An npz file with x.")],
+    input: Annotated[
+        Path, typer.Option(help="A CSV like the site's own, without need of a label, or an npz file with x.")
+    ],
 ) -> None:
     """Use the site's own model, at the site: one line of outputs per row."""
     from fedloom.deploy import using

@@ -72,12 +72,25 @@ def wait_for_port(port: int, process: subprocess.Popen[bytes], what: str, second
     while time.monotonic() < end:
         if process.poll() is not None:
             raise RunError(f"{what} ended with status {process.returncode}; its log says why")
-        with socket.socket() as probe:
-            probe.settimeout(1.0)
-            if probe.connect_ex(("127.0.0.1", port)) == 0:
-                return
+        if _listens(port):
+            return
         time.sleep(0.2)
     raise RunError(f"{what} did not come up within {seconds:g} s")
+
+
+def wait_for_server(folder: Path, port: int, seconds: float = 60.0) -> None:
+    """Waits for a server that is just being started on this machine."""
+    end = time.monotonic() + seconds
+    while not _listens(port):
+        if time.monotonic() >= end:
+            raise UserError(f"the server is not running on this machine; start it with fedloom deploy server {folder}")
+        time.sleep(0.5)
+
+
+def _listens(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.settimeout(1.0)
+        return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 def check_free(port: int) -> None:
@@ -175,6 +188,7 @@ def run(folder: Path, out: Path, *, resume: bool = False, experiment: Path | Non
             else "holds an experiment already; go on with"
         )
         raise UserError(f"{out} {wrong} --resume, or choose another folder")
+    wait_for_server(folder, int(facts["inner_port"]))
     env = environment(write_home(folder, int(facts["inner_port"])))
     options = f'experiment="{chosen.resolve()}" out="{out.resolve()}" resume={str(resume).lower()}'
     words = [command("flwr"), "run", str(folder / "server" / "app"), "consortium", "--stream", "-c", options]
@@ -189,7 +203,9 @@ def run(folder: Path, out: Path, *, resume: bool = False, experiment: Path | Non
         process.wait()
     missing = [key for key in plan.runs() if not (out / folder_name(key) / "clients.csv").exists()]
     if missing:
+        begun = (out / EXPERIMENT).exists()
         raise RunError(
-            f"the run ended before its last round ({', '.join(missing)}); {folder / 'server' / 'run.log'} says why; "
-            "go on with fedloom deploy run --resume"
+            f"the run ended before its {'last' if begun else 'first'} round ({', '.join(missing)}); "
+            f"{folder / 'server' / 'run.log'} says why; "
+            + ("go on with fedloom deploy run --resume" if begun else "then start it again")
         )

@@ -108,6 +108,7 @@ def _make_site(folder: Path, name: str, address: str, local: int, *, own_rows: b
     place.mkdir(parents=True)
     place.chmod(0o700)
     shutil.copy(folder / "server" / "ca.crt", place / "ca.crt")
+    shutil.copy(folder / "experiment.toml", place / "experiment.toml")
     make_site_key(place, name)
     table: dict[str, Any] = {"site": name, "store": "store"}
     if own_rows:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import tempfile
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from fedloom import data as sets
 from fedloom.data import ClientData, Federation, Preprocess, Rows
 from fedloom.data.dataset import cut_client
 from fedloom.data.federation import check_ids
+from fedloom.data.preprocessing import Preprocessing
 from fedloom.data.tables import MISSING, Table, labels, read_csv
 from fedloom.data.tables import Inputs as Columns
 from fedloom.deploy.plan import Inputs, Plan
@@ -101,8 +102,54 @@ class SiteConfig:
         return replace(made, store=str(place.parent / made.store), data=found)
 
 
+Loaded = tuple[ClientData, Preprocessing | None]
+"""A site's rows as its model sees them, and what made them so."""
+
+
 def load_rows(plan: Plan, config: SiteConfig, seed: int) -> ClientData:
     """A site's rows, checked; errors say in words what is wrong."""
+    return _load(plan, config, seed)[0]
+
+
+def new_rows(plan: Plan, config: SiteConfig, seed: int, file: Path) -> torch.Tensor:
+    """Further rows of a site as its model sees them: encoded and preprocessed as its training rows were.
+
+    Args:
+        plan: the experiment.
+        config: the site's own file.
+        seed: of the run, which cuts the rows that preprocessing was fitted on.
+        file: a CSV with the input columns, for a site whose rows are one, or an npz file with x.
+    """
+    fitted = _load(plan, config, seed)[1]
+    options = read(SiteData, {**plan.data, **config.data}, "data")
+    if file.suffix.lower() == ".csv":
+        if options.path is None or Path(options.path).suffix.lower() != ".csv":
+            raise UserError(f"{file}: this site's own rows are no CSV; give an npz file with x")
+        form, steps = plan.form(), _steps(options) or Preprocess()
+        columns = _names(read_csv(Path(options.path)), form, steps, options.label)
+        x, extra = _inputs(read_csv(file), columns, form, steps)
+    else:
+        try:
+            with np.load(file, allow_pickle=False) as arrays:
+                x, extra = torch.from_numpy(arrays["x"]), None
+        except (OSError, KeyError, ValueError) as error:
+            raise UserError(f"{file}: expected a CSV file, or an npz file with x ({error})") from None
+    x = x if fitted is None else fitted.apply(x, config.site)
+    x = x if extra is None else torch.cat([x, extra], 1)
+    expected = plan.rows().x
+    assert isinstance(expected, torch.Tensor)
+    if x.is_floating_point() and expected.is_floating_point():
+        x = x.to(expected.dtype)
+    if x.shape[1:] != expected.shape[1:] or x.dtype != expected.dtype:
+        raise UserError(
+            f"{file}: x is {tuple(x.shape)} {x.dtype}; expected rows of {tuple(expected.shape[1:])} {expected.dtype}"
+        )
+    if x.is_floating_point() and not x.isfinite().all():
+        raise UserError(f"{file}: x holds missing or infinite values, and the experiment's preprocessing fills none")
+    return x
+
+
+def _load(plan: Plan, config: SiteConfig, seed: int) -> Loaded:
     options = read(SiteData, {**plan.data, **config.data}, "data")
     chosen = options.seed if options.seed is not None else seed
     if (options.path is None) == (options.name is None):
@@ -114,7 +161,7 @@ def load_rows(plan: Plan, config: SiteConfig, seed: int) -> ClientData:
     if not path.exists():
         raise UserError(f"data.path {path} does not exist")
     if path.is_dir():
-        return _finished(config.site, _pictures(path, plan.form()), options, chosen, None)
+        return cut_client(config.site, _pictures(path, plan.form()), options.test, options.val, chosen), None
     if path.suffix.lower() == ".csv":
         return _table(config.site, read_csv(path), plan, options, chosen)
     if path.suffix.lower() == ".npz":
@@ -122,7 +169,7 @@ def load_rows(plan: Plan, config: SiteConfig, seed: int) -> ClientData:
     raise UserError(f"data.path {path}: expected a CSV file, an npz file or a folder of pictures")
 
 
-def _known(site: str, options: SiteData, seed: int) -> ClientData:
+def _known(site: str, options: SiteData, seed: int) -> Loaded:
     assert options.name is not None
     found = sets.load(options.name, data_dir=options.data_dir)
     if site not in found.groups:
@@ -130,7 +177,7 @@ def _known(site: str, options: SiteData, seed: int) -> ClientData:
     made = found.partition(
         sets.natural(), seed=seed, test=options.test, val=options.val, preprocess=_steps(options) or found.preprocess
     )
-    return made[site]
+    return made[site], made.preprocessing
 
 
 def _steps(options: SiteData) -> Preprocess | None:
@@ -142,7 +189,7 @@ def _steps(options: SiteData) -> Preprocess | None:
     return steps
 
 
-def _arrays(site: str, path: Path, options: SiteData, seed: int) -> ClientData:
+def _arrays(site: str, path: Path, options: SiteData, seed: int) -> Loaded:
     with tempfile.TemporaryDirectory() as folder:
         # The reader names clients by files, so the file gets the site's name.
         link = Path(folder) / f"{site}.npz"
@@ -150,28 +197,44 @@ def _arrays(site: str, path: Path, options: SiteData, seed: int) -> ClientData:
             raise UserError(f"site {site!r}: a name with '/' cannot be read from an npz file")
         link.symlink_to(path.resolve())
         made = sets.from_folder(folder, test=options.test, val=options.val, seed=seed, preprocess=_steps(options))
-    return made[site]
+    return made[site], made.preprocessing
 
 
-def _table(site: str, table: Table, plan: Plan, options: SiteData, seed: int) -> ClientData:
-    form = plan.form()
+def _table(site: str, table: Table, plan: Plan, options: SiteData, seed: int) -> Loaded:
     if options.label is None:
         raise UserError(
             f"{table.where}: which column is the label? Say [data] label = '...'; columns: {', '.join(table.columns)}"
         )
-    steps = _steps(options) or Preprocess()
+    form, steps = plan.form(), _steps(options) or Preprocess()
+    columns = _names(table, form, steps, options.label)
+    _check_columns(table, [*columns, options.label])
+    x, extra = _inputs(table, columns, form, steps)
+    rows = Rows(x, _labels(table, options.label, form, numeric=not _classes(plan)))
+    numbers = tuple(c for c in columns if c not in form.words)
+    return _finished(site, rows, replace(options, preprocess=_plain(steps, numbers)), seed, numbers, extra)
+
+
+def _names(table: Table, form: Inputs, steps: Preprocess, label: str | None) -> tuple[str, ...]:
+    """The input columns: those of the experiment, or all but the label and those that are ignored."""
     ignored = {name for name, kind in steps.types.items() if kind == "ignore"}
-    columns = form.columns or tuple(c for c in table.columns if c != options.label and c not in ignored)
-    missing = [c for c in (*columns, options.label) if c not in table.columns]
+    return form.columns or tuple(c for c in table.columns if c != label and c not in ignored)
+
+
+def _inputs(
+    table: Table, columns: tuple[str, ...], form: Inputs, steps: Preprocess
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The number columns of a table, and its text columns as zeros and ones."""
+    _check_columns(table, columns)
+    blank = MISSING | {word.lower() for word in steps.words()}
+    numbers = tuple(c for c in columns if c not in form.words)
+    hot = [_hot(table, c, [str(w) for w in form.words[c]], blank) for c in columns if c in form.words]
+    return torch.from_numpy(Columns(numbers, {}, blank).encode(table)), torch.cat(hot, 1) if hot else None
+
+
+def _check_columns(table: Table, columns: Iterable[str]) -> None:
+    missing = [c for c in columns if c not in table.columns]
     if missing:
         raise UserError(f"{table.where}: the column {missing[0]!r} is missing; columns: {', '.join(table.columns)}")
-    numbers = tuple(c for c in columns if c not in form.words)
-    blank = MISSING | {word.lower() for word in steps.words()}
-    x = torch.from_numpy(Columns(numbers, {}, blank).encode(table))
-    hot = [_hot(table, c, [str(w) for w in form.words[c]], blank) for c in columns if c in form.words]
-    rows = Rows(x, _labels(table, options.label, form, numeric=not _classes(plan)))
-    extra = torch.cat(hot, 1) if hot else None
-    return _finished(site, rows, replace(options, preprocess=_plain(steps, numbers)), seed, numbers, extra)
 
 
 def _plain(steps: Preprocess, columns: tuple[str, ...]) -> dict[str, Any]:
@@ -210,21 +273,13 @@ def _labels(table: Table, column: str, form: Inputs, *, numeric: bool) -> torch.
 
 
 def _finished(
-    site: str,
-    rows: Rows,
-    options: SiteData,
-    seed: int,
-    columns: tuple[str, ...] | None,
-    extra: torch.Tensor | None = None,
-) -> ClientData:
+    site: str, rows: Rows, options: SiteData, seed: int, columns: tuple[str, ...], extra: torch.Tensor | None
+) -> Loaded:
     """The rows cut into parts and preprocessed by this site's own training rows; further columns are put behind."""
-    steps, width = _steps(options), rows.x.shape[1] if isinstance(rows.x, torch.Tensor) else 0
+    steps, width = _steps(options), _columns(rows).shape[1]
     if extra is not None:
         rows = Rows(torch.cat([_columns(rows), extra], 1), rows.y)
-    client = cut_client(site, rows, options.test, options.val, seed)
-    if columns is None:
-        return client
-    parts = client.parts()
+    parts = cut_client(site, rows, options.test, options.val, seed).parts()
     numbers = ClientData(site, **{part: Rows(_columns(r)[:, :width], r.y) for part, r in parts.items()})
     federation = Federation((numbers,))
     made = (
@@ -236,7 +291,7 @@ def _finished(
         part: Rows(torch.cat([_columns(made.clients[0].parts()[part]), _columns(r)[:, width:]], 1), r.y)
         for part, r in parts.items()
     }
-    return ClientData(site, **joined)
+    return ClientData(site, **joined), made.preprocessing
 
 
 def _columns(rows: Rows) -> torch.Tensor:

@@ -5,13 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-
 from fedloom.client import Desk
 from fedloom.deploy.apps import workshop
 from fedloom.deploy.plan import Plan
-from fedloom.deploy.rows import SiteConfig
+from fedloom.deploy.rows import SiteConfig, new_rows
 from fedloom.engines.flower.codes import Refusal
 from fedloom.engines.flower.site import desk_for
 from fedloom.engines.flower.state import MODEL, SiteStore, folder_name
@@ -65,19 +62,11 @@ def predict(config: Path, experiment: Path, run: str, file: Path) -> list[list[f
         config: the site's own file.
         experiment: the experiment.
         run: the method (and seed, where there are several).
-        file: an npz file with x, in the form that the experiment says.
+        file: a CSV with the input columns, or an npz file with x, as the site's own rows are before preprocessing.
     """
     plan, text = Plan.load(experiment)
-    try:
-        with np.load(file, allow_pickle=False) as arrays:
-            x = torch.from_numpy(arrays["x"])
-    except (OSError, KeyError, ValueError) as error:
-        raise UserError(f"{file}: expected an npz file with x ({error})") from None
-    expected = plan.rows().x
-    assert isinstance(expected, torch.Tensor)
-    if x.shape[1:] != expected.shape[1:] or x.dtype != expected.dtype:
-        raise UserError(
-            f"{file}: x is {tuple(x.shape)} {x.dtype}; expected rows of {tuple(expected.shape[1:])} {expected.dtype}"
-        )
+    if run not in plan.runs():
+        raise UserError(f"the experiment has no run {run!r}; it has {', '.join(map(repr, plan.runs()))}")
+    x = new_rows(plan, SiteConfig.load(config), plan.runs()[run][1], file)
     output = site_desk(config, text, run).predict(x)
     return [[float(v) for v in row.flatten()] for row in output]
