@@ -35,13 +35,16 @@ MEMORY = st.dictionaries(NAMES, LEAVES, max_size=2)
 
 def carried(content: RecordDict) -> RecordDict:
     """As Flower moves it: every object by its bytes."""
-    arrays = content.array_records[wire.TENSORS]
-    copies = {}
-    for key, array in arrays.items():
-        children = {name: type(child).inflate(child.deflate()) for name, child in array.children.items()}
-        copies[key] = Array.inflate(array.deflate(), children)
-    config = content.config_records[wire.OUTLINE]
-    return RecordDict({wire.TENSORS: ArrayRecord(copies), wire.OUTLINE: ConfigRecord.inflate(config.deflate())})
+    made = RecordDict()
+    for key, arrays in content.array_records.items():
+        copies = {}
+        for name, array in arrays.items():
+            children = {k: type(child).inflate(child.deflate()) for k, child in array.children.items()}
+            copies[name] = Array.inflate(array.deflate(), children)
+        made[key] = ArrayRecord(copies)
+    for key, config in content.config_records.items():
+        made[key] = ConfigRecord.inflate(config.deflate())
+    return made
 
 
 def same(a: Any, b: Any) -> bool:
@@ -84,7 +87,7 @@ def test_a_tensor_that_two_jobs_share_travels_once() -> None:
     weight = torch.zeros(100)
     jobs = tuple(wire.Job("a", 0, p, Post({"w": weight}, {}, {}, 1, 1, 1)) for p in ("own", "round"))
     content = wire.pack_letter(wire.Letter("e", "", jobs))
-    assert len(wire.content_of(content.array_records[wire.TENSORS][wire.BYTES])) == 400
+    assert len(wire.bytes_of(content)) == 400
     assert len(wire.outline_of(content)["tensors"]) == 1
 
 
@@ -118,7 +121,7 @@ def test_hostile_arrays_are_refused(data: bytes) -> None:
         wire.content_of(Array("uint8", (1,), "numpy.ndarray", data))
 
 
-GOOD = {"version": 1, "site": "a", "facts": {}, "answers": [], "code": 0, "tensors": [["float32", [1]]]}
+GOOD = {"version": wire.VERSION, "site": "a", "facts": {}, "answers": [], "code": 0, "tensors": [["float32", [1]]]}
 
 
 @pytest.mark.parametrize(
@@ -145,6 +148,23 @@ def test_forms_that_do_not_fit_the_bytes_are_refused(forms: Any) -> None:
         wire.unpack_package(RecordDict({wire.TENSORS: arrays, wire.OUTLINE: ConfigRecord({"json": text})}))
 
 
+def test_few_bytes_travel_beside_the_outline_and_many_as_an_array() -> None:
+    """Flower fetches each part of a message by a request of its own."""
+    for count, parts in ((wire.SMALL // 4, [wire.OUTLINE]), (wire.SMALL // 4 + 1, [wire.TENSORS, wire.OUTLINE])):
+        job = wire.Job("a", 0, "own", Post({"w": torch.arange(float(count))}, {}, {}, 1, 1, 1))
+        content = carried(wire.pack_letter(wire.Letter("e", "", (job,))))
+        assert sorted(content) == sorted(parts)
+        assert torch.equal(wire.unpack_letter(content).jobs[0].post.leaves["w"], job.post.leaves["w"])
+
+
+def test_bytes_that_are_missing_or_there_twice_are_refused() -> None:
+    arrays = ArrayRecord({wire.BYTES: Array(np.zeros(4, np.uint8))})
+    for more, small in ((True, {wire.BYTES: bytes(4)}), (False, {}), (False, {wire.BYTES: "text"})):
+        outline = ConfigRecord({"json": json.dumps(GOOD), **small})
+        with pytest.raises(wire.Malformed, match="bytes"):
+            wire.unpack_package(RecordDict({wire.OUTLINE: outline} | ({wire.TENSORS: arrays} if more else {})))
+
+
 EMPTY = {**GOOD, "tensors": []}
 
 
@@ -164,6 +184,6 @@ EMPTY = {**GOOD, "tensors": []}
     ],
 )
 def test_hostile_outlines_are_refused(text: str) -> None:
-    content = RecordDict({wire.TENSORS: ArrayRecord(), wire.OUTLINE: ConfigRecord({"json": text})})
+    content = RecordDict({wire.OUTLINE: ConfigRecord({"json": text, wire.BYTES: b""})})
     with pytest.raises(wire.Malformed):
         wire.unpack_package(content)

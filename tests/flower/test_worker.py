@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import tomli_w
+import torch
 
 pytest.importorskip("flwr")
 if not hasattr(socket, "AF_UNIX"):
@@ -25,8 +26,10 @@ from flwr.app import Message, RecordDict
 
 from fedloom.deploy import apps, bundle, node, project
 from fedloom.deploy.rows import SiteConfig
+from fedloom.deploy.worker import listen, serve
 from fedloom.engines.flower import wire
 from fedloom.engines.flower.codes import Code
+from fedloom.work import Post
 from tests.flower.consortium import wait_until
 from tests.flower.sites import experiment, grid_of, people, write_sites
 from tests.flower.test_serve import assert_same, deploy, simulated
@@ -69,7 +72,7 @@ def letters(place: Path, worker: node.Worker) -> list[tuple[Message, Message]]:
     return [(m, r) for m, r in seen if m.metadata.dst_node_id == 11]
 
 
-def parts(content: RecordDict) -> tuple[bytes, bytes]:
+def parts(content: RecordDict) -> tuple[bytes, bytes, bytes]:
     found = bundle.parts_of(content)
     assert found is not None
     return found
@@ -85,7 +88,6 @@ def test_a_letter_gets_the_same_answer_from_worker_and_process(
     assert again is not None
     for content in (again, apps.answer(message.content, facts)):
         assert parts(content) == parts(reply.content)
-        assert content["tensors"]["bytes"].shape == reply.content["tensors"]["bytes"].shape  # type: ignore[index,union-attr]
 
 
 def test_nobody_else_can_call_it(worker: node.Worker) -> None:
@@ -118,11 +120,35 @@ def test_malformed_frames_do_not_end_it(
     assert worker.process.poll() is None
 
 
-@pytest.mark.parametrize(("outline", "data"), [("{", b""), ("{}", b"\x80\x04pickle"), ("[]" * 9, b"\x93NUMPY\x09\x00")])
-def test_a_letter_that_cannot_be_read_gets_a_code(worker: node.Worker, outline: str, data: bytes) -> None:
-    found = bundle.from_worker(bundle.content_of(outline, len(data), data), str(worker.address))
+@pytest.mark.parametrize(
+    ("outline", "size", "data"),
+    [
+        (b"{", b"", b""),
+        (b"{}", b"9", b"\x80\x04pickle"),
+        (b"[]" * 9, b"", b""),
+        (b'{"version": 2}', b"4", b"\x93NUMPY\x09\x00"),
+    ],
+)
+def test_a_letter_that_cannot_be_read_gets_a_code(
+    worker: node.Worker, outline: bytes, size: bytes, data: bytes
+) -> None:
+    found = bundle.from_worker(bundle.content_of(outline, size, data), str(worker.address))
     assert found is not None
     assert wire.unpack_package(found).code == Code.MALFORMED
+
+
+def test_large_letters_go_both_ways(tmp_path: Path) -> None:
+    """More bytes than fit beside the outline, and than a socket takes at once, through a worker that sends them back."""
+    address = tmp_path / "w"
+    job = wire.Job("a", 0, "own", Post({"w": torch.arange(3e6)}, {}, {}, 1, 1, 1))
+    letter = wire.pack_letter(wire.Letter("e", "", (job,)))
+    with pytest.MonkeyPatch.context() as patch, listen(address) as door:
+        patch.setattr("fedloom.deploy.worker.answer", lambda content, node: content)
+        threading.Thread(target=serve, args=(door, {}), daemon=True).start()
+        back = bundle.from_worker(letter, str(address))
+    assert back is not None
+    assert parts(back) == parts(letter)
+    assert torch.equal(wire.unpack_letter(back).jobs[0].post.leaves["w"], job.post.leaves["w"])
 
 
 def test_the_sites_file_is_read_anew(place: Path, letters: list[tuple[Message, Message]], worker: node.Worker) -> None:
@@ -152,6 +178,7 @@ def test_a_worker_that_dies_over_a_letter_is_done_without(
         with line:
             bundle.receive(line)
             if not half:
+                bundle.receive(line)
                 bundle.receive(line)
                 line.sendall((100).to_bytes(8, "little") + b"half an ans")
 
@@ -184,10 +211,11 @@ sys.path.insert(0, sys.argv[1])
 import fedloom_app
 TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 1, 1, 1
 outline, data = (open(path, "rb").read() for path in sys.argv[3:5])
-message = Message(fedloom_app.content_of(outline.decode(), len(data), data), 11, "train")
+message = Message(fedloom_app.content_of(outline, b"", data), 11, "train")
 message.metadata.__dict__["_message_id"] = "m"
 reply = fedloom_app.client(message, Context(1, 11, {"site": "north", "worker": sys.argv[2]}, RecordDict(), {}))
-for path, part in zip(sys.argv[5:7], fedloom_app.parts_of(reply.content)):
+outline, _, data = fedloom_app.parts_of(reply.content)
+for path, part in zip(sys.argv[5:7], (outline, data)):
     open(path, "wb").write(part)
 print(sorted({"torch", "fedloom"} & set(sys.modules)))
 """
@@ -199,13 +227,13 @@ def test_the_bundle_imports_no_torch_where_a_worker_answers(
     (tmp_path / "fedloom_app.py").write_text(project.app_code())
     message, reply = letters[-2]
     files = [tmp_path / name for name in ("outline", "data", "outline back", "data back")]
-    for path, part in zip(files, parts(message.content), strict=False):
+    for path, part in zip(files, parts(message.content)[::2], strict=False):
         path.write_bytes(part)
     line = [sys.executable, "-c", THIN, str(tmp_path), str(worker.address), *map(str, files)]
     done = subprocess.run(line, capture_output=True, text=True, timeout=300, check=False, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "[]"
-    assert (files[2].read_bytes(), files[3].read_bytes()) == parts(reply.content)
+    assert (files[2].read_bytes(), files[3].read_bytes()) == parts(reply.content)[::2]
 
 
 PARENT = """
@@ -213,6 +241,7 @@ import sys
 from pathlib import Path
 from fedloom.deploy.node import Worker
 from fedloom.deploy.rows import SiteConfig
+from fedloom.deploy.worker import listen, serve
 folder = Path(sys.argv[1])
 worker = Worker(folder, SiteConfig.load(folder / "site.toml"))
 worker.start()

@@ -57,31 +57,36 @@ def from_worker(content: RecordDict, address: Any) -> RecordDict | None:
         line.connect(address)
         line.settimeout(None)  # a round of training takes as long as it takes
         send(line, *parts)
-        outline, size, data = (receive(line) for _ in range(3))
-        return content_of(outline.decode(), int(size), bytes(data))
+        return content_of(*(bytes(receive(line)) for _ in range(3)))
     return None
 
 
-def parts_of(content: RecordDict) -> tuple[bytes, bytes] | None:
-    """The two parts of a message, its outline and its bytes; None for a message of another form."""
+def parts_of(content: RecordDict) -> tuple[bytes, bytes, bytes] | None:
+    """A message as three strings of bytes, see :func:`content_of`; None for a message of another form."""
     outline, tensors = content.config_records.get("outline"), content.array_records.get("tensors")
-    text = None if outline is None else outline.get("json")
+    text, small = (None, None) if outline is None else (outline.get("json"), outline.get("bytes"))
     array = None if tensors is None else tensors.get("bytes")
-    if not isinstance(text, str) or not isinstance(array, Array) or array.stype != "numpy.ndarray":
+    if not isinstance(text, str):
         return None
-    return text.encode(), array.data
+    if array is None:
+        return (text.encode(), b"", small) if isinstance(small, bytes) else None
+    plain = isinstance(array, Array) and array.stype == "numpy.ndarray" and len(array.shape) == 1
+    return (text.encode(), str(array.shape[0]).encode(), array.data) if plain and small is None else None
 
 
-def content_of(outline: str, size: int, data: bytes) -> RecordDict:
-    """A message from its two parts.
+def content_of(outline: bytes, size: bytes, data: bytes) -> RecordDict:
+    """A message from its parts.
 
     Args:
         outline: a JSON text.
-        size: number of bytes that the array holds.
-        data: the array with its header.
+        size: number of bytes that the array holds; empty where the bytes lie beside the outline.
+        data: the array with its header, or the bytes.
     """
-    array = Array("uint8", (size,), "numpy.ndarray", data)
-    return RecordDict({"tensors": ArrayRecord({"bytes": array}), "outline": ConfigRecord({"json": outline})})
+    text = outline.decode()
+    if not size:
+        return RecordDict({"outline": ConfigRecord({"json": text, "bytes": data})})
+    array = Array("uint8", (int(size),), "numpy.ndarray", data)
+    return RecordDict({"tensors": ArrayRecord({"bytes": array}), "outline": ConfigRecord({"json": text})})
 
 
 def send(line: socket.socket, *parts: bytes) -> None:

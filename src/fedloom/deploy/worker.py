@@ -57,13 +57,11 @@ def serve(door: socket.socket, node: Mapping[str, Any]) -> None:
 
 def _serve_one(line: socket.socket, node: Mapping[str, Any]) -> None:
     line.settimeout(SILENCE)
-    outline, data = bundle.receive(line).decode(), bytes(bundle.receive(line))
+    content = bundle.content_of(*(bytes(bundle.receive(line)) for _ in range(3)))
     line.settimeout(None)
-    reply = answer(bundle.content_of(outline, len(data), data), node)
-    parts = bundle.parts_of(reply)
+    parts = bundle.parts_of(answer(content, node))
     assert parts is not None
-    (size,) = reply.array_records["tensors"]["bytes"].shape
-    bundle.send(line, parts[0], str(size).encode(), parts[1])
+    bundle.send(line, *parts)
 
 
 def _leave_with(parent: IO[bytes], address: Path) -> None:

@@ -1,8 +1,8 @@
 """What travels: letters to sites and their answers, as Flower records.
 
-A message holds two records: ``tensors``, one array of bytes in which all tensors lie one behind the other (Flower fetches every
-array by requests of its own, so many small ones would cost more than they weigh), and ``outline``, a JSON text that says which bytes
-are which tensor. Names may therefore hold any character, a tensor that several programs need travels once, and nothing is unpickled:
+All tensors lie one behind the other in one string of bytes, and a JSON text, the outline, says which bytes are which tensor. Flower fetches
+every part of a message by a request of its own, which costs more than a small message weighs: up to :data:`SMALL` the bytes therefore lie
+beside the outline, in one record, and only more of them become an array, which Flower cuts into pieces. Names may therefore hold any character, a tensor that several programs need travels once, and nothing is unpickled:
 types come from a short list, and shapes are believed only where they fit the bytes.
 """
 
@@ -24,7 +24,9 @@ from fedloom.types import Leaves, Memory, Message
 from fedloom.work import Post
 
 TENSORS, OUTLINE, BYTES = "tensors", "outline", "bytes"
-VERSION = 1
+VERSION = 2
+SMALL = 1 << 20
+"""Bytes up to which tensors travel beside the outline."""
 TYPES = {
     name: np.dtype(name).newbyteorder("<")
     for name in ("float16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8", "bool")
@@ -158,14 +160,27 @@ def content_of(array: Array) -> memoryview:
     return content
 
 
+def bytes_of(content: RecordDict) -> memoryview:
+    """The bytes of a message's tensors."""
+    arrays, outline = content.array_records.get(TENSORS), content.config_records.get(OUTLINE)
+    array = None if arrays is None else arrays.get(BYTES)
+    small = None if outline is None else outline.get(BYTES)
+    if array is not None and small is not None:
+        raise Malformed("its bytes twice")
+    if array is not None:
+        return content_of(array)
+    if not isinstance(small, bytes):
+        raise Malformed("no bytes")
+    return memoryview(small)
+
+
 class Unpacked:
     """The tensors of a message by number."""
 
     def __init__(self, content: RecordDict, outline: Mapping[str, Any], device: torch.device) -> None:
-        found = content.array_records.get(TENSORS)
         self._device, self._made = device, dict[int, Tensor]()
         self._places: list[tuple[str, list[int], memoryview]] = []
-        rest = memoryview(b"") if found is None or BYTES not in found else content_of(found[BYTES])
+        rest = bytes_of(content)
         for form in _list(outline, "tensors"):
             kind, shape = _form(form)
             size = TYPES[kind].itemsize
@@ -210,8 +225,11 @@ def _form(form: Any) -> tuple[str, list[int]]:
 def records(outline: Mapping[str, Any], sack: Sack) -> RecordDict:
     """The records of a message."""
     text = json.dumps({"version": VERSION, **outline, "tensors": sack.forms})
-    content = np.frombuffer(b"".join(sack.parts), np.uint8)
-    return RecordDict({TENSORS: ArrayRecord({BYTES: Array(content)}), OUTLINE: ConfigRecord({"json": text})})
+    content = b"".join(sack.parts)
+    if len(content) <= SMALL:
+        return RecordDict({OUTLINE: ConfigRecord({"json": text, BYTES: content})})
+    array = Array(np.frombuffer(content, np.uint8))
+    return RecordDict({TENSORS: ArrayRecord({BYTES: array}), OUTLINE: ConfigRecord({"json": text})})
 
 
 def outline_of(content: RecordDict) -> dict[str, Any]:
