@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
-import time
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any
@@ -112,9 +111,12 @@ def site(
     with node.site(folder, config) as (process, worker):
         typer.echo(f"site {config.site} joins {config.server['address']}")
         try:
-            while (status := process.poll()) is None:
-                worker.start()  # one that died is replaced
-                time.sleep(1.0)
+            while True:
+                try:
+                    status = process.wait(30.0)
+                    break
+                except subprocess.TimeoutExpired:
+                    worker.start()  # one that died is replaced
         except KeyboardInterrupt:
             typer.echo("stopped")
             return
