@@ -91,13 +91,17 @@ class Federation:
             raise UserError("a federation needs at least one client, got none.")
         check_ids([client.id for client in self.clients])
         first = self.clients[0]
+        form = _form(first.train)
         for client in self.clients:
-            if len(client.train) == 0:
+            if client.train.y.shape[0] == 0:
                 raise UserError(
                     f"client {client.id!r} has no training rows; expected at least one. Leave the client out."
                 )
-            for part, rows in client.parts().items():
-                _check_form(rows, f"client {client.id!r}, {part}", first.train, f"client {first.id!r}")
+            for part in ("train", "val", "test"):
+                rows: Rows | None = getattr(client, part)
+                # A population may be large: its differences are put in words only where there are some.
+                if rows is not None and (form is None or _form(rows) != form):
+                    _check_form(rows, f"client {client.id!r}, {part}", first.train, f"client {first.id!r}")
         if self.cloud is not None:
             _check_form(self.cloud, "cloud", first.train, f"client {first.id!r}")
 
@@ -336,8 +340,6 @@ _LOOKS: dict[str, Callable[[Rows], object]] = {
 
 def _check_form(rows: Rows, what: str, model: Rows, whose: str) -> None:
     """Everyone's x and y have the same form, row shapes and types."""
-    if isinstance(rows.x, Tensor) and isinstance(model.x, Tensor) and _form(rows) == _form(model):
-        return  # a population may be large: its differences are put in words only where there are some
     for name, look in _LOOKS.items():
         ours, theirs = look(rows), look(model)
         if ours != theirs:
@@ -346,9 +348,10 @@ def _check_form(rows: Rows, what: str, model: Rows, whose: str) -> None:
             )
 
 
-def _form(rows: Rows) -> tuple[object, ...]:
-    assert isinstance(rows.x, Tensor)
-    return rows.x.dtype, rows.y.dtype, rows.x.shape[1:], rows.y.shape[1:]
+def _form(rows: Rows) -> tuple[object, ...] | None:
+    """What must be the same everywhere, where x is one tensor."""
+    x, y = rows.x, rows.y
+    return (x.dtype, y.dtype, x.shape[1:], y.shape[1:]) if isinstance(x, Tensor) else None
 
 
 def _plain(value: object) -> str:

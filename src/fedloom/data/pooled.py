@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import gc
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from fedloom.data.federation import ClientData, Federation, Scale
-from fedloom.data.rows import Rows, make_rows, map_inputs
+from fedloom.data.rows import Inputs, Rows, make_rows
 from fedloom.data.splits import check_share, three_way
 from fedloom.errors import UserError
 from fedloom.rng import stream
@@ -63,23 +65,42 @@ def from_rows(
     index = torch.from_numpy(order)
     sorted_rows = rows if bool((order[1:] > order[:-1]).all()) else rows.take(index)
     counts = np.bincount(place * 3 + part, minlength=3 * len(ids))
-    ends = np.cumsum(counts).tolist()
-    made, start = [], 0
+    with undisturbed():
+        clients = tuple(_clients(sorted_rows, ids, counts.tolist()))
+        return Federation(clients, None, name, None if classes is None else tuple(classes), scale)
+
+
+def _clients(rows: Rows, ids: Sequence[str], sizes: list[int]) -> Iterator[ClientData]:
+    """Every client's parts, in order; all pieces are cut at once, which is many times faster than one by one."""
+    xs, ys = _pieces(rows.x, sizes), rows.y.split(sizes)
+    made = [
+        Rows(x, y) if size or i % 3 == 0 else None for i, (x, y, size) in enumerate(zip(xs, ys, sizes, strict=True))
+    ]
     for k, key in enumerate(ids):
-        pieces: dict[str, Rows] = {}
-        for p, word in enumerate(PARTS):
-            end = ends[3 * k + p]
-            if end > start or word == "train":
-                pieces[word] = _piece(sorted_rows, start, end)
-            start = end
-        made.append(ClientData(key, **pieces))
-    return Federation(tuple(made), None, name, None if classes is None else tuple(classes), scale)
+        train, val, test = made[3 * k : 3 * k + 3]
+        assert train is not None
+        yield ClientData(key, train, test, val)
 
 
-def _piece(rows: Rows, start: int, end: int) -> Rows:
-    x = rows.x
-    piece = x[start:end] if isinstance(x, torch.Tensor) else map_inputs(lambda t: t[start:end], x)
-    return Rows(piece, rows.y[start:end])
+def _pieces(x: Inputs, sizes: list[int]) -> Iterable[Inputs]:
+    if isinstance(x, torch.Tensor):
+        cut: tuple[torch.Tensor, ...] = x.split(sizes)
+        return cut
+    if isinstance(x, tuple):
+        return zip(*(part.split(sizes) for part in x), strict=True)
+    return (dict(zip(x, one, strict=True)) for one in zip(*(part.split(sizes) for part in x.values()), strict=True))
+
+
+@contextlib.contextmanager
+def undisturbed() -> Iterator[None]:
+    """Holds Python's search for cyclic garbage off while very many objects are made that all stay."""
+    before = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if before:
+            gc.enable()
 
 
 def _given(split: Any, count: int) -> np.ndarray[Any, np.dtype[np.int64]]:

@@ -45,7 +45,7 @@ class Rows:
     y: Tensor
 
     def __len__(self) -> int:
-        return len(self.y)
+        return int(self.y.shape[0])
 
     def __repr__(self) -> str:
         shapes = ", ".join(f"x{name} {tuple(part.shape)}" for name, part in leaves(self.x).items())
@@ -118,10 +118,10 @@ def _read_only(array: Any) -> Tensor:
 def _finite(tensor: Tensor) -> bool:
     if not tensor.is_floating_point() or tensor.numel() == 0:
         return True
-    if tensor.numel() <= _CHUNK and math.isfinite(float(tensor.sum())):
-        return True  # one bad number would spoil the sum; a sum may overflow without one, so the others are looked at
     step = max(1, _CHUNK * len(tensor) // tensor.numel())
-    return all(bool(torch.isfinite(tensor[i : i + step]).all()) for i in range(0, len(tensor), step))
+    pieces = (tensor[i : i + step] for i in range(0, len(tensor), step))
+    # One bad number would spoil the sum; a sum may overflow without one, so the others are looked at.
+    return all(math.isfinite(float(piece.sum())) or bool(torch.isfinite(piece).all()) for piece in pieces)
 
 
 def _input(value: Any, what: str, allow_missing: bool) -> Tensor:
