@@ -97,18 +97,18 @@ def run(case: study.Case, pictures: fl.data.Dataset, options: argparse.Namespace
 def report(log: Path) -> str:
     """Accuracy of the shared model on all test rows."""
     lines, rows = study.read(log), []
-    groups = tables.by(lines, "data", "mode", "fraction", "mixing", "isr")
-    for (data, mode, fraction, mixing, isr), found in groups.items():
+    groups = tables.by(lines, "data", "mode", "fraction", "mixing", "isr", "rounds")
+    for (data, mode, fraction, mixing, isr, rounds), found in groups.items():
         if isr == "on":
             continue
         metric = "global_miou" if data == "camvid" else "global_accuracy"
-        supervised = groups.get((data, mode, fraction, mixing, "on"), [])
-        plain = groups.get((data, "federated", 0.0, "–", "off"), [])
+        supervised = groups.get((data, mode, fraction, mixing, "on", rounds), [])
+        plain = groups.get((data, "federated", 0.0, "–", "off", rounds), [])
         last = [x["found"]["alpha"][-1] for x in found if x["found"].get("alpha")]
         cosines = [v for x in found for v in x["found"].get("alignment", []) if v is not None]
         rows.append(
             [
-                str(data), str(mode), str(fraction), str(mixing),
+                str(data), str(rounds), str(mode), str(fraction), str(mixing),
                 tables.spread(tables.values(found, metric).values()),
                 tables.signed(tables.difference(found, plain, metric)),
                 tables.spread(tables.values(supervised, metric).values()),
@@ -117,7 +117,17 @@ def report(log: Path) -> str:
                 f"{sum(cosines) / len(cosines):.2f}" if cosines else "–",
             ]
         )  # fmt: skip
-    head = ["data", "mode", "cloud fraction", "mixing", "without ISR", "against federated", "with ISR", "gain of ISR"]
+    head = [
+        "data",
+        "rounds",
+        "mode",
+        "cloud fraction",
+        "mixing",
+        "without ISR",
+        "against federated",
+        "with ISR",
+        "gain of ISR",
+    ]
     return tables.markdown([*head, "last a", "mean cosine"], rows)
 
 

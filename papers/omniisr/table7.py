@@ -108,13 +108,13 @@ def run(case: study.Case, pictures: fl.data.Dataset, options: argparse.Namespace
 def report(log: Path) -> str:
     """Per method the paired gain in each metric; wins over all comparisons."""
     texts = []
-    for (data, isr), lines in tables.by(study.read(log), "data", "isr").items():
+    for (data, isr, rounds), lines in tables.by(study.read(log), "data", "isr", "rounds").items():
         if not isr:
             continue
         metrics, rows = list(DATA[str(data)]["metrics"]), []
         wins = comparisons = 0
         for (name,), ours in tables.by(lines, "name").items():
-            base = tables.by(study.read(log), "data", "isr", "name").get((data, "", name), [])
+            base = tables.by(study.read(log), "data", "isr", "rounds", "name").get((data, "", rounds, name), [])
             row = [str(name), tables.spread(tables.values(base, metrics[0]).values())]
             row.append(tables.spread(tables.values(ours, metrics[0]).values()))
             for metric in metrics:
@@ -124,7 +124,9 @@ def report(log: Path) -> str:
             rows.append([*row, PUBLISHED[str(name)]])
         head = ["method", f"{metrics[0]} without", "with", *(f"gain in {m.removeprefix('global_')}" for m in metrics)]
         table = tables.markdown([*head, "published mIoU, Cityscapes"], rows)
-        texts.append(f"{data}, {isr}\n\n{table}\n\nGains above 0 in the mean: {wins} of {comparisons}.")
+        texts.append(
+            f"{data}, {isr}, {rounds} rounds\n\n{table}\n\nGains above 0 in the mean: {wins} of {comparisons}."
+        )
     return "\n\n".join(texts)
 
 
