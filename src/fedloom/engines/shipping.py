@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import io
 import types
 from collections.abc import Callable
 from multiprocessing.reduction import ForkingPickler
@@ -37,7 +36,7 @@ class Parcel:
     """All that a worker needs to rebuild a run's bound methods.
 
     Args:
-        content: the bytes.
+        content: what the worker's end of the pipe receives.
         digest: of the leaves and phases that must come out.
         needs_main: whether the model's class lives in the user's script.
     """
@@ -141,20 +140,30 @@ def parcel(run: Run, head: str | None) -> Parcel:
         "training": sorted(i.name for i in net.structure.leaves if i.trainable),
     }
     try:
-        buffer = io.BytesIO()
-        torch.save({**parts, "sample": Rows(sample.x, sample.y), "scale": net.scale}, buffer)
+        content = bytes(_Sender.dumps({**parts, "sample": Rows(sample.x, sample.y), "scale": net.scale}))
     except Exception as error:
-        raise CannotShip(f"the model cannot be sent: {str(error).splitlines()[0]}") from error
-    content = buffer.getvalue()
-    needs_main = type(net.module).__module__ == "__main__" or b"__main__" in bytes(
-        ForkingPickler.dumps(parts["module"])
-    )
-    return Parcel(content, digest([run.bound, *run.later.values()]), needs_main)
+        raise CannotShip(f"the model cannot be sent: {(str(error).splitlines() or [repr(error)])[0]}") from error
+    return Parcel(content, digest([run.bound, *run.later.values()]), b"__main__" in content)
 
 
-def opened(content: bytes) -> tuple[list[Bound], str]:
-    """The bound methods of a parcel, rebuilt; bytes come from the parent process only."""
-    parts = torch.load(io.BytesIO(content), weights_only=False)
+class _Sender(ForkingPickler):
+    """What ``Connection.send`` does, with tensors as bytes: torch would put them into memory that processes share."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if type(value) not in (Tensor, torch.nn.Parameter) or value.layout != torch.strided:
+            return NotImplemented
+        raw = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        return _received, (raw, value.dtype, tuple(value.shape), type(value), value.requires_grad)
+
+
+def _received(raw: np.ndarray, dtype: torch.dtype, shape: tuple[int, ...], kind: type[Tensor], moves: bool) -> Tensor:
+    filled = raw.size > 0
+    value = torch.from_numpy(raw.copy()).view(dtype).reshape(shape) if filled else torch.empty(shape, dtype=dtype)
+    return torch.nn.Parameter(value, moves) if kind is torch.nn.Parameter else value.requires_grad_(moves)
+
+
+def opened(parts: dict[str, Any]) -> tuple[list[Bound], str]:
+    """The bound methods of a parcel as the worker received it, rebuilt."""
     module, rows = parts["module"].train(), parts["sample"]
     for name, value in module.named_parameters():
         value.requires_grad_(name in parts["training"])

@@ -178,7 +178,7 @@ def serve(pipe: Connection) -> None:
     sites: dict[Any, Any] = {}
     try:
         try:
-            bounds, digest = shipping.opened(pipe.recv_bytes())
+            bounds, digest = shipping.opened(pipe.recv())
         except Exception as error:
             pipe.send(("error", f"{type(error).__name__}: {error}"))
             return
