@@ -7,7 +7,7 @@ import platform
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 import fedloom as fl
 
 Loss = Callable[[Tensor, Tensor], Tensor]
+State = dict[str, Tensor]
 RESULTS = Path(__file__).parent.parent / "results"
 
 
@@ -41,23 +42,45 @@ class HandWritten:
         self.shared = {k: v.detach().clone() for k, v in model.state_dict().items()}
 
     def round(self) -> None:
+        self.shared = self.averaged(self.trained(x, y) for x, y in self.taking_part())
+
+    def trained(self, x: Tensor, y: Tensor) -> tuple[State, int]:
+        """A client's state after its epochs, and its rows."""
+        model = self.local()
+        optimizer = self.optimizer(model.parameters())
+        for _ in range(self.epochs):
+            order = self.order(len(y))
+            for start in range(0, len(y), self.batch_size):
+                index = order[start : start + self.batch_size]
+                optimizer.zero_grad()
+                self.loss(model(self.inputs(x[index])), y[index]).backward()
+                optimizer.step()
+        return model.state_dict(), len(y)
+
+    # How it is done on a CPU; benchmarks/gpu.py does it as one would on a device.
+
+    def taking_part(self) -> Sequence[tuple[Tensor, Tensor]]:
+        return self.data
+
+    def local(self) -> nn.Module:
+        self.model.load_state_dict(self.shared)
+        return self.model.train()
+
+    def order(self, rows: int) -> Tensor:
+        return torch.from_numpy(self.draw.permutation(rows))
+
+    def inputs(self, x: Tensor) -> Tensor:
+        return x
+
+    def averaged(self, found: Iterable[tuple[State, int]]) -> State:
+        """The mean by rows, added up client by client because they share one module."""
         total = sum(len(y) for _, y in self.data)
         mean = {k: torch.zeros_like(v) for k, v in self.shared.items()}
-        for x, y in self.data:
-            self.model.load_state_dict(self.shared)
-            self.model.train()
-            optimizer = self.optimizer(self.model.parameters())
-            for _ in range(self.epochs):
-                order = torch.from_numpy(self.draw.permutation(len(y)))
-                for start in range(0, len(y), self.batch_size):
-                    index = order[start : start + self.batch_size]
-                    optimizer.zero_grad()
-                    self.loss(self.model(x[index]), y[index]).backward()
-                    optimizer.step()
-            for k, v in self.model.state_dict().items():
+        for state, rows in found:
+            for k, v in state.items():
                 if v.is_floating_point():
-                    mean[k] += v * (len(y) / total)
-        self.shared = mean
+                    mean[k] += v * (rows / total)
+        return mean
 
     def timed(self) -> tuple[float, float]:
         begun, spent = time.perf_counter(), time.process_time()
