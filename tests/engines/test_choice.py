@@ -7,6 +7,8 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,9 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fedloom as fl
-from fedloom.engines import LoopEngine
+from fedloom.engines import LoopEngine, choice
 from fedloom.engines.choice import choose, planned_steps, resolve, step_flops
-from fedloom.engines.vectorised import VectorisedEngine
+from fedloom.engines.vectorised import VectorisedEngine, compiled
 from fedloom.engines.vectorised.probe import probe
 from fedloom.engines.workers import WorkersEngine
 from fedloom.slots import Term
@@ -255,3 +257,16 @@ def test_an_engine_of_ones_own_is_taken_as_it_is() -> None:
     engine = VectorisedEngine()
     run = run_of(fit("fedavg", mlp(), federation(), rounds=1))
     assert resolve(run, engine)[0] is engine
+
+
+def test_long_runs_of_small_networks_are_compiled_and_the_record_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiled, "fused", lambda graph, inputs: graph.forward)
+    monkeypatch.setattr(choice, "COMPILE_STEPS", 200)
+    options: dict[str, Any] = {"rounds": 8, "epochs": 4, "out": tmp_path / "run"}
+    result = fit("fedavg", mlp(), federation((64, 64)), engine="auto", **options)
+    plan = tomllib.loads((tmp_path / "run" / "run.toml").read_text())["resolved"]["plan"]
+    assert (plan["engine"], plan["step"]) == ("vectorised", "compiled")
+    alone = fit("fedavg", mlp(), federation((64, 64)), engine="loop", **options | {"out": None})
+    assert gap(everything(alone), everything(result)) <= 1e-10

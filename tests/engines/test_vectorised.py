@@ -143,7 +143,7 @@ def test_every_method_in_whole_steps(method: str, monkeypatch: pytest.MonkeyPatc
         pytest.skip(f"refused: {error}")
 
 
-def test_a_step_that_cannot_be_compiled_is_mapped_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_cannot_be_compiled_is_traced_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(graph: Any, inputs: Any) -> Any:
         raise RuntimeError("no compiler here")
 

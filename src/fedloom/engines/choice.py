@@ -23,8 +23,8 @@ DENSE_FLOPS = 2e7
 """Arithmetic of one client's step up to which clients gain from being stepped together on a CPU."""
 LEAST_STEPS = 400
 """Client steps of a run below which nothing but the plain loop pays."""
-COMPILE_STEPS = 20_000
-"""Steps of a wave in a run from which on compiling pays (it takes half a minute once, and saves about a millisecond a step)."""
+COMPILE_STEPS = 12_000
+"""Steps of a wave in a run from which on compiling pays (it takes about ten seconds once, and saves 0.75 milliseconds a step)."""
 WORKER_FLOPS = 5e11
 """Arithmetic of a run from which on worker processes pay (they take a few seconds to start)."""
 _SERIAL = ("Conv", "LSTM", "GRU", "RNN", "Attention", "Transformer")

@@ -118,7 +118,7 @@ class CompiledStepper(MappedStepper):
         if self.program is None:
             self._attach((batch.packed(), active, number))
             if self.program is None:
-                self.failed = True
+                self.failed, self.traces = True, self.store  # traced, which is the next best
                 super().step(batch, active)
                 return
         moving = (*self.row, active, number)
@@ -173,7 +173,7 @@ class CompiledStepper(MappedStepper):
             if times[0] <= RETRIES and times[1] <= PROGRAMS:
                 program = self._make(flat, len(fixed), fixed_spec, moving_spec)
             elif times[0] <= RETRIES + 1 and times[1] <= PROGRAMS + 1:
-                self.store.notes.append(f"phase {phase.phase.name!r}: tried often enough, other steps are mapped")
+                self.store.notes.append(f"phase {phase.phase.name!r}: tried often enough, other steps are traced")
             if program is None:
                 return
             self.store.programs[key] = program
@@ -233,7 +233,7 @@ class CompiledStepper(MappedStepper):
         except Exception as error:
             why = str(error).strip().splitlines()
             self.store.notes.append(
-                f"phase {phase.phase.name!r} is mapped, not compiled: {type(error).__name__}: {why[0] if why else ''}"
+                f"phase {phase.phase.name!r} is traced, not compiled: {type(error).__name__}: {why[0] if why else ''}"
             )
             return None
         used = frozenset(phase.trained[i] for where, _, _ in self.groups for i in where)
