@@ -72,6 +72,7 @@ class Session:
     notes: list[str] = field(default_factory=list)
     _whole: bool = False
     _events: int = 0
+    _notes: int = 0
     _own: dict[str, Metrics] = field(default_factory=dict)
     _good: Snapshot | None = None
     _best: tuple[float, ServerState] | None = None
@@ -192,18 +193,26 @@ class Session:
 
     def _foretell(self, bar: Progress, record: Record, total: int) -> None:
         """Says after the first round of a long run how long it will take."""
-        seconds = record["seconds_total"] * (total - record["round"])
-        if self.progress and len(self.history) == 1 and seconds > _LONG:
+        left = total - record["round"]
+        seconds = record["seconds_total"] * left
+        compiled = getattr(self.state.engine, "step", "") == "compiled"  # in the first round that takes longest
+        if self.progress and len(self.history) == 1 + compiled and seconds > _LONG:
             bar.console.print(
-                f"one round took {record['seconds_total']:.1f} s; {total - 1} more take about {in_words(seconds)}"
+                f"one round took {record['seconds_total']:.1f} s; {left} more take about {in_words(seconds)}"
             )
 
     def _record_memory(self, record: Record) -> None:
-        """Puts into a round's record each time that memory ran out in it."""
+        """Puts into a round's record each time that memory ran out in it, and steps that could not be traced or compiled."""
         engine = getattr(self.state.engine, "inner", self.state.engine)
-        if isinstance(engine, VectorisedEngine) and len(engine.events) > self._events:
+        if not isinstance(engine, VectorisedEngine):
+            return
+        if len(engine.events) > self._events:
             record["out_of_memory"] = engine.events[self._events :]
             self._events = len(engine.events)
+        notes = [] if engine.traces is None else engine.traces.notes
+        if len(notes) > self._notes:
+            record["plainer_steps"] = notes[self._notes :]
+            self._notes = len(notes)
 
     def _play(self, round: int) -> Record:
         hybrid = self.hybrid

@@ -149,8 +149,9 @@ def test_a_step_that_cannot_be_compiled_is_traced_and_says_so(monkeypatch: pytes
 
     monkeypatch.setattr(compiled, "fused", refuse)
     engine = VectorisedEngine(step="compiled")
-    agree("scaffold", bn_mlp(), federation((9, 14, 5)), engine, rounds=3)
+    result = agree("scaffold", bn_mlp(), federation((9, 14, 5)), engine, rounds=3)
     assert "no compiler here" in engine.facts()["events"][0]
+    assert "no compiler here" in result.history[0]["plainer_steps"][0]
     assert "often enough" in engine.facts()["events"][-1]
 
 
