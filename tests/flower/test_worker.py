@@ -237,30 +237,34 @@ def test_the_bundle_imports_no_torch_where_a_worker_answers(
 
 
 PARENT = """
-import sys
+import os, sys
 from pathlib import Path
 from fedloom.deploy.node import Worker
+from fedloom.deploy.processes import started
 from fedloom.deploy.rows import SiteConfig
 from fedloom.deploy.worker import listen, serve
 folder = Path(sys.argv[1])
 worker = Worker(folder, SiteConfig.load(folder / "site.toml"))
 worker.start()
 worker.wait()
-print(worker.process.pid, worker.address, flush=True)
-sys.stdin.read()
+with started(["sleep", "1000"], dict(os.environ)) as node:
+    print(worker.process.pid, node.pid, worker.address, flush=True)
+    sys.stdin.read()
 """
 
 
-def test_it_leaves_with_the_process_that_started_it(tmp_path: Path) -> None:
+def test_worker_and_node_leave_with_the_process_that_started_them(tmp_path: Path) -> None:
     (tmp_path / "site.toml").write_text(tomli_w.dumps({"site": "north"}))
     line = [sys.executable, "-c", PARENT, str(tmp_path)]
     with subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
-        pid, address = parent.stdout.readline().split()
+        pid, node, address = parent.stdout.readline().split()
         assert Path(address).is_socket()
         parent.send_signal(signal.SIGKILL)
     wait_until(lambda: not Path(address).parent.exists(), 60)
     wait_until(lambda: not alive(int(pid)), 60)
+    if sys.platform == "linux":
+        wait_until(lambda: not alive(int(node)), 60)
 
 
 def alive(pid: int) -> bool:

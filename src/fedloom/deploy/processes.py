@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import socket
@@ -40,12 +41,26 @@ def command(name: str) -> str:
     return str(path) if path.exists() else name
 
 
+_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
+_PR_SET_PDEATHSIG = 1
+
+
+def _end_with_parent() -> None:
+    assert _LIBC is not None
+    _LIBC.prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM))
+
+
 @contextmanager
 def started(
     words: Sequence[str], env: dict[str, str], log: IO[bytes] | None = None
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """A process in a group of its own, which is stopped whole: Flower's commands start children."""
-    process = subprocess.Popen(words, env=env, stdout=log, stderr=log, start_new_session=True)
+    """A process in a group of its own, which is stopped whole: Flower's commands start children.
+
+    On Linux it also ends when this process is killed, so that nobody finds its port in use afterwards.
+    """
+    process = subprocess.Popen(
+        words, env=env, stdout=log, stderr=log, start_new_session=True, preexec_fn=_end_with_parent if _LIBC else None
+    )
     try:
         yield process
     finally:
