@@ -2,7 +2,7 @@
 
     python benchmarks/peers/run.py [--rounds 6] [--only pfl fedlab] [--repeats 2]
 
-Environments of the peers are made from PyPI when they are not there yet (``.venv/peers``; some gigabytes). A peer that cannot be
+Tables of one day stand one after another in ``results/peers-DATE.md``. Environments of the peers are made from PyPI when they are not there yet (``.venv/peers``; some gigabytes). A peer that cannot be
 installed or run is listed with the reason.
 """
 
@@ -93,7 +93,9 @@ def main() -> None:
     ]
     text = "\n".join([*head, *lines, ""])
     print(text)
-    (HERE.parent / "results" / f"peers-{date.today()}.md").write_text(text)
+    path = HERE.parent / "results" / f"peers-{date.today()}.md"
+    before_it = path.read_text() + "\n" if path.exists() else ""
+    path.write_text(before_it + text)
 
 
 if __name__ == "__main__":
