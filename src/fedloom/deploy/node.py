@@ -53,7 +53,7 @@ class Worker:
     def __init__(self, folder: Path, config: SiteConfig, log: IO[bytes] | None = None) -> None:
         self.address = _socket_path()
         self._words = [
-            *(sys.executable, "-m", "fedloom.deploy.worker"),
+            *(sys.executable, "-P", "-m", "fedloom.deploy.worker"),  # -P: nothing is imported from the current folder
             *(str((folder / "site.toml").resolve()), config.site, str(self.address)),
         ]
         self._env, self._log = environment(folder / "home"), log

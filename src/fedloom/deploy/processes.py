@@ -170,6 +170,7 @@ def server(folder: Path, *, listen: str = "0.0.0.0", proxy: bool = True) -> Iter
             return
         door = [
             sys.executable,
+            "-P",
             "-m",
             "fedloom.deploy.proxy",
             f"https://127.0.0.1:{inner}",
