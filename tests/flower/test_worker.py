@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 import stat
@@ -132,9 +133,24 @@ def test_malformed_frames_do_not_end_it(
 def test_a_letter_that_cannot_be_read_gets_a_code(
     worker: node.Worker, outline: bytes, size: bytes, data: bytes
 ) -> None:
-    found = bundle.from_worker(bundle.content_of(outline, size, data), str(worker.address))
-    assert found is not None
-    assert wire.unpack_package(found).code == Code.MALFORMED
+    for _ in range(20):  # an empty last part once made the end of the conversation a matter of luck
+        found = bundle.from_worker(bundle.content_of(outline, size, data), str(worker.address))
+        assert found is not None
+        assert wire.unpack_package(found).code == Code.MALFORMED
+
+
+def test_it_goes_on_without_the_sites_store(
+    place: Path, letters: list[tuple[Message, Message]], worker: node.Worker
+) -> None:
+    """Its log lies there: somebody takes the folder away, then there is something to log."""
+    store, away = place / "sites" / "north" / "store", place / "away"
+    store.rename(away)
+    try:
+        test_a_letter_that_cannot_be_read_gets_a_code(worker, b"{", b"", b"")
+        assert "no JSON" in (store / "site.log").read_text()
+    finally:
+        shutil.rmtree(store, ignore_errors=True)
+        away.rename(store)
 
 
 def test_large_letters_go_both_ways(tmp_path: Path) -> None:

@@ -93,7 +93,8 @@ def send(line: socket.socket, *parts: bytes) -> None:
     """Sends parts, each behind its length."""
     for part in parts:
         line.sendall(_LENGTH.pack(len(part)))
-        line.sendall(part)
+        if part:  # the other side may have left already, content with a last part that is empty
+            line.sendall(part)
 
 
 def receive(line: socket.socket) -> bytearray:

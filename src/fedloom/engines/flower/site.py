@@ -243,6 +243,17 @@ def answered(
     return pack_package(package)
 
 
+class _SiteLog(logging.handlers.WatchedFileHandler):
+    """A log that goes on where its file, or the folder around it, was taken away, and that never fails its caller."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            Path(self.baseFilename).parent.mkdir(parents=True, exist_ok=True)
+            super().emit(record)
+        except OSError:
+            self.handleError(record)
+
+
 def log_to(path: Path) -> None:
     """Sends the site's log to a file of its own, and to no other site's."""
     place = os.path.abspath(path)
@@ -254,7 +265,7 @@ def log_to(path: Path) -> None:
     if any(known.baseFilename == place for known in files):
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    handler = logging.handlers.WatchedFileHandler(path, encoding="utf-8")  # goes on where the file was taken away
+    handler = _SiteLog(path, encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     log.addHandler(handler)
     log.setLevel(logging.INFO)
