@@ -60,8 +60,17 @@ def test_no_more_than_an_eighth_is_wasted() -> None:
         assert clients <= widened(clients) <= clients * 1.125 + (clients <= 16)
 
 
-@pytest.mark.parametrize("method", ["fedavg", "scaffold", "ditto", "fedrep", "fedprox(0.1)", "fedavg + clip(0.1)"])
-@pytest.mark.parametrize("model", [bn_mlp, dropout_mlp, small_cnn])
+@pytest.mark.parametrize(
+    ("method", "model"),
+    [
+        *(("fedavg", model) for model in (bn_mlp, dropout_mlp, small_cnn)),
+        ("scaffold", small_cnn),
+        ("ditto", bn_mlp),
+        ("fedrep", small_cnn),
+        ("fedprox(0.1)", dropout_mlp),
+        ("fedavg + clip(0.1)", dropout_mlp),
+    ],
+)
 def test_traced(method: str, model: Callable[[], Any]) -> None:
     shape = (1, 6, 6) if model is small_cnn else (6,)
     engine = VectorisedEngine(step="traced")
