@@ -21,6 +21,7 @@ import fedloom as fl
 from fedloom.structure import Structure
 from fedloom.taps.points import candidates, leaves_before
 from papers.lib import study, tables
+from papers.omniisr import small
 
 HERE = Path(__file__).parent
 PILOT = 10
@@ -60,24 +61,11 @@ def scores(result: fl.Result) -> dict[str, float]:
 
 def run(case: study.Case, images: fl.data.Dataset, options: argparse.Namespace) -> dict[str, Any]:
     """The pilot where a rule asks for one, then the run."""
-    data = images.partition(fl.dirichlet(case["alpha"], min_size=5), clients=20, seed=case["seed"])
+    data = small.dealt(images, case["alpha"], case["seed"])
 
     def fit(isr: str, rounds: int, diagnostics: dict[str, int] | None = None) -> fl.Result:
-        return fl.fit(
-            f"fedavg + {isr}" if isr else "fedavg",
-            "convnet3(width=16, norm='gn')",
-            data,
-            rounds=rounds,
-            cohort=0.5,
-            epochs=2,
-            batch_size=32,
-            optimizer=fl.sgd(0.05),
-            seed=case["seed"],
-            device=options.device,
-            diagnostics=diagnostics,
-            evaluate={"every": 0},
-            progress=False,
-        )
+        options_of = {"device": options.device, "diagnostics": diagnostics, "evaluate": {"every": 0}}
+        return small.trained(data, isr, rounds=rounds, seed=case["seed"], **options_of)
 
     name, rounds, more = case["name"], case["rounds"], {}
     if name in ("most conflict", "least conflict"):

@@ -67,25 +67,44 @@ def cases(options: argparse.Namespace) -> Iterator[study.Case]:
                         yield {"name": name, "isr": text, "mode": "federated", "alpha": alpha, **common}
 
 
-def run(case: study.Case, images: fl.data.Dataset, options: argparse.Namespace) -> dict[str, Any]:
-    """One run."""
-    rule = fl.iid() if case["alpha"] is None else fl.dirichlet(case["alpha"], min_size=5)
-    kappa = case["part"] == "kappa"
-    result = fl.fit(
-        "fedavg" + (f" + {case['isr']}" if case["isr"] else ""),
-        f"convnet3(width=16, norm='{case['norm']}')",
-        images.partition(rule, clients=20, seed=case["seed"]),
-        mode=case["mode"],
-        rounds=case["rounds"],
-        cohort=0.5 if case["mode"] == "federated" else 1.0,
-        epochs=2 if case["mode"] == "federated" else 1,
+def dealt(images: fl.data.Dataset, alpha: float | None, seed: int) -> fl.Federation:
+    """The 20 clients; IID without an alpha."""
+    return images.partition(fl.iid() if alpha is None else fl.dirichlet(alpha, min_size=5), clients=20, seed=seed)
+
+
+def trained(
+    data: fl.Federation, isr: str, *, rounds: int, seed: int, mode: str = "federated", norm: str = "gn", **options: Any
+) -> fl.Result:
+    """FedAvg with ISR as its text says, or without; every experiment on this task trains so."""
+    return fl.fit(
+        "fedavg" + (f" + {isr}" if isr else ""),
+        f"convnet3(width=16, norm='{norm}')",
+        data,
+        mode=mode,
+        rounds=rounds,
+        cohort=0.5 if mode == "federated" else 1.0,
+        epochs=2 if mode == "federated" else 1,
         batch_size=32,
         optimizer=fl.sgd(0.05),
+        seed=seed,
+        progress=False,
+        **options,
+    )
+
+
+def run(case: study.Case, images: fl.data.Dataset, options: argparse.Namespace) -> dict[str, Any]:
+    """One run."""
+    kappa = case["part"] == "kappa"
+    result = trained(
+        dealt(images, case["alpha"], case["seed"]),
+        case["isr"],
+        rounds=case["rounds"],
         seed=case["seed"],
+        mode=case["mode"],
+        norm=case["norm"],
         device="cpu",
         diagnostics={"every": 10, "clients": 10, "rows": 64} if kappa else None,
         evaluate={"every": 1 if case["part"] == "skew" else options.every},
-        progress=False,
     )
     found = study.measured(result)
     if kappa:

@@ -144,7 +144,7 @@ class Session:
 
             def after(record: Record) -> bool:
                 self.history.append(record)
-                self._record_memory(record)
+                self._record_engine(record)
                 self._note_best(record)
                 answers = [c(record) for c in self.callbacks]
                 stop = any(a is True for a in answers) or self._patient()
@@ -154,7 +154,7 @@ class Session:
                     self._keep_best(record)
                 if last and not self._whole:
                     record |= self._evaluate(last=True)
-                    self._record_memory(record)
+                    self._record_engine(record)
                 self._good = self.snapshot()
                 if isinstance(self.state.clients, ClientStore):
                     self.state.clients.mark()
@@ -201,7 +201,7 @@ class Session:
                 f"one round took {record['seconds_total']:.1f} s; {left} more take about {in_words(seconds)}"
             )
 
-    def _record_memory(self, record: Record) -> None:
+    def _record_engine(self, record: Record) -> None:
         """Puts into a round's record each time that memory ran out in it, and steps that could not be traced or compiled."""
         engine = getattr(self.state.engine, "inner", self.state.engine)
         if not isinstance(engine, VectorisedEngine):

@@ -58,7 +58,7 @@ def write_sites(folder: Path, data: fl.Federation, **more: Any) -> dict[str, Pat
 
 def grid_of(configs: dict[str, Path], watch: Any = None) -> LocalGrid:
     """A grid whose nodes are the client app of a deployment, one per site."""
-    from fedloom.deploy.apps import client
+    from fedloom.deploy.bundle import client
 
     nodes = dict(enumerate(configs.items(), start=11))
     return LocalGrid(

@@ -16,7 +16,7 @@ from fedloom.deploy.plan import Plan, digest
 from fedloom.deploy.rows import SiteConfig, load_rows
 from fedloom.deploy.serve import serve
 from fedloom.engines.flower.codes import Code, Refusal
-from fedloom.engines.flower.site import Bench, Workshop, answered, client_app, log_to
+from fedloom.engines.flower.site import Bench, Workshop, answered, log_to
 from fedloom.engines.flower.state import SiteStore
 from fedloom.engines.flower.wire import Letter
 from fedloom.errors import UserError
@@ -71,9 +71,6 @@ def _open(letter: Letter, node: Mapping[str, Any]) -> Workshop:
     log_to(Path(config.store) / "site.log")
     only = {job.run for job in letter.jobs} if letter.jobs else None
     return workshop(config, letter.plan, only)
-
-
-client = client_app(_open)
 
 
 def answer(content: RecordDict, node: Mapping[str, Any]) -> RecordDict:
