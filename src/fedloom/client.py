@@ -191,7 +191,7 @@ class Desk:
             self.losses.append(torch.where(count > 0, mean, torch.nan))
         self.leaves = {k: self.leaves[k] if v is still[k] else v.detach().contiguous() for k, v in leaves.items()}
         if self.work.keep_optimizer:
-            self.optimizer[phase.name] = stepper.states
+            self.optimizer[phase.name] = stepper.kept()
 
     def sweep(self, step: Sweep) -> Leaves:
         """One pass over the training rows that adds up a statistic."""

@@ -99,6 +99,7 @@ class Stepper:
         self.params = [leaves[n] for n in phase.trained]
         self.groups: list[Group] = []
         self.states: list[OptState] = []
+        self.before: int | Tensor = 0
         self.objective = objective(desk, phase)
         self.carry: Memory = {t.owner: self._carry(t.carry) for t in phase.terms if t.carry is not None}
         self.made = 0
@@ -205,10 +206,25 @@ class Stepper:
             where = [index[n] for n in names if n in used]
             self.groups.append((where, chosen, chosen.lr_at(post.round, work.rounds)))
             self.states.append(chosen.init([self.params[i] for i in where]))
-        kept = self.desk.participants[0].state.optimizer.get(self.phase.phase.name)
-        if work.keep_optimizer and kept:
+        name = self.phase.phase.name
+        kept = [own for p in self.desk.participants if work.keep_optimizer and (own := p.state.optimizer.get(name))]
+        if kept:
             # A copy: what is kept must not move while the model is adapted for evaluation, or if the reply is rejected.
-            self.states = copy.deepcopy(kept)
+            gather = self.desk.layout.gather
+            together = list(zip(*(copy.deepcopy(k) for k in kept), strict=True))
+            self.before = kept[0][0].step
+            self.states = [
+                OptState(
+                    {k: [gather(each) for each in zip(*(s.slots[k] for s in own), strict=True)] for k in own[0].slots},
+                    own[0].step,
+                )
+                for own in together
+            ]
+
+    def kept(self) -> list[OptState]:
+        """The state of the optimisers, of the only client of a run that keeps it: the same in every layout."""
+        split = self.desk.layout.split
+        return [OptState({k: [split(t)[0] for t in v] for k, v in s.slots.items()}, s.step) for s in self.states]
 
     def _may_stop(self) -> bool:
         """Whether to look if all clients have stopped; on CUDA that waits for the device, hence not at every step."""

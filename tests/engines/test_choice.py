@@ -40,6 +40,7 @@ def test_the_rule_is_a_function_of_its_arguments() -> None:
     assert choose(dense, "cpu", 10, 32, 10, 2).engine == "loop"
     assert choose(dense, "cpu", 1, 32, 50_000, 2).engine == "loop"
     assert choose(conv, "cuda", 10, 32, 10, 2).engine == "vectorised"
+    assert choose(conv, "cuda", 1, 32, 10, 2).engine == "vectorised"
     long = choose(conv, "cpu", 10, 64, 10**7, 2)
     assert (long.engine, long.workers, long.single) == ("loop", 2, True)
     assert choose(conv, "cpu", 10, 64, 10**7, 1).workers == 0

@@ -25,6 +25,15 @@ def test_parity(method: str) -> None:
         assert engine.arenas.notes == []
 
 
+@pytest.mark.parametrize("method", ["fedavg", "fedavg_ft + isr"])
+def test_one_client_that_keeps_its_optimiser(method: str) -> None:
+    engines = ["loop", *(VectorisedEngine(step=kind) for kind in ("mapped", "graphed"))]
+    options = {"mode": "centralised", "epochs": 1, "batch_size": 64, "optimizer": fl.adam(1e-2)}
+    a, *others = (everything(fit(method, dropout_mlp(), DATA, engine=e, **options)) for e in engines)
+    for b in others:
+        assert gap(a, b) < 1e-10
+
+
 def test_what_clients_keep_does_not_lie_in_the_arena() -> None:
     engine = VectorisedEngine(step="graphed")
     result = fit("fedper", bn_mlp(), DATA, engine=engine, cohort=4, epochs=1, batch_size=64)

@@ -71,9 +71,7 @@ def step_flops(structure: Structure, rows: int) -> float:
     return 6.0 * rows * total
 
 
-def choose(
-    structure: Structure, device: str, cohort: int, rows: int, steps: int, cpus: int, *, movable: bool = True
-) -> Plan:
+def choose(structure: Structure, device: str, cohort: int, rows: int, steps: int, cpus: int) -> Plan:
     """The plan of ``engine="auto"``: a pure function of its arguments.
 
     Args:
@@ -83,12 +81,12 @@ def choose(
         rows: rows of a batch.
         steps: steps of the longest client in the whole run.
         cpus: processors.
-        movable: whether several clients work at once at all (not so in centralised mode).
     """
-    if cohort < 2 or not movable:
-        return Plan(engine="loop", why="one client at a time")
     if device == "cuda":
-        return Plan(engine="vectorised", why="a GPU is busy only with many clients at once")
+        why = "many clients at once" if cohort > 1 else "captured steps"
+        return Plan(engine="vectorised", why=f"a GPU is busy only with {why}")
+    if cohort < 2:
+        return Plan(engine="loop", why="one client at a time")
     flops = step_flops(structure, rows)
     serial = [c.kind for c in structure.calls if any(word in c.kind for word in _SERIAL)]
     if not serial and flops <= DENSE_FLOPS:
@@ -152,15 +150,7 @@ def resolve(
     rows = max(run.roster.rows)
     batch = rows if run.work.batch_size == "full" else min(rows, int(run.work.batch_size))
     if engine == "auto" and not workers:
-        plan = choose(
-            run.bound.structure,
-            device,
-            run.size,
-            batch,
-            planned_steps(run),
-            processors(),
-            movable=not run.work.keep_optimizer,
-        )
+        plan = choose(run.bound.structure, device, run.size, batch, planned_steps(run), processors())
     elif engine == "vectorised":
         plan = Plan(engine="vectorised", why="asked for")
     else:

@@ -210,7 +210,7 @@ class GraphedStepper(MappedStepper):
         slots = [t for s in self.all_states for v in s.slots.values() for t in v]
         _copy(slots, [t for s in arena.slots for v in s.values() for t in v])
         for state in self.all_states:
-            state.step = self.made * self.phase.phase.repeat
+            state.step = self.before + self.made * self.phase.phase.repeat
         self.carry = pytree.tree_map(lambda t: t.clone(), arena.carry)
         self.total = arena.total.clone()
         self.params, self.leaves, self.private = params, leaves, self.all[2]

@@ -61,7 +61,7 @@ class Stacked:
 
     def stepper(self, desk: Desk, phase: BoundPhase, leaves: Leaves) -> MappedStepper:
         """Steps of the whole wave."""
-        if self.arenas is not None and not self.unpadded and eligible(desk, phase):
+        if self.arenas is not None and not self.unpadded and phase.phase.until is None:
             return GraphedStepper(desk, phase, leaves, self.pools, self.arenas)
         if self.traces is not None and self.traces.compiled and not self.unpadded and eligible(desk, phase):
             return CompiledStepper(desk, phase, leaves, self.pools, self.traces)

@@ -117,7 +117,7 @@ class MappedStepper(Stepper):
         assert self.tick is not None
         self.made, specs = self.tick.step, self.desk.bound.specs
         for state in self.states:
-            state.step = self.made * self.phase.phase.repeat
+            state.step = self.before + self.made * self.phase.phase.repeat
         still = {} if active is None else {n: v.clone() for n, v in self.leaves.items() if specs[n].buffer}
         super().step(batch, active)
         for name, value in still.items():
