@@ -17,7 +17,7 @@ import math
 import os
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -51,9 +51,20 @@ _BITS = {torch.float64: 32, torch.float32: 24, torch.float16: 11, torch.bfloat16
 _Word = TypeVar("_Word", int, Tensor)
 
 
-def _digest(size: int, parts: Sequence[object]) -> int:
-    text = _SEPARATOR.join(str(part) for part in parts)
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=size).digest(), "little")
+def _digest(size: int, parts: Sequence[object]) -> bytes:
+    text = _SEPARATOR.join(map(str, parts))
+    return hashlib.blake2b(text.encode(), digest_size=size).digest()
+
+
+class _Key(np.random.bit_generator.ISeedSequence):
+    """A digest as the key of Philox; given as `key`, NumPy would first gather entropy that is then not used."""
+
+    def __init__(self, digest: bytes) -> None:
+        self.words = np.frombuffer(digest, "<u8").astype(np.uint64)
+
+    def generate_state(self, n_words: int, dtype: object = np.uint64) -> np.ndarray:
+        assert n_words == len(self.words), f"a key of {len(self.words)} words, asked for {n_words}"
+        return self.words
 
 
 def stream(seed: int, purpose: str, *keys: object) -> np.random.Generator:
@@ -70,12 +81,13 @@ def stream(seed: int, purpose: str, *keys: object) -> np.random.Generator:
         True
     """
     assert purpose in PURPOSES, f"unknown purpose {purpose!r}"
-    return np.random.Generator(np.random.Philox(key=_digest(16, (seed, purpose, *keys))))
+    key: Any = _Key(_digest(16, (seed, purpose, *keys)))  # NumPy takes any ISeedSequence, its stubs one of them
+    return np.random.Generator(np.random.Philox(key))
 
 
 def key_of(seed: int, *keys: object) -> int:
     """A key of 63 bits for `uniform` and `fold`, from blake2b of the joined names."""
-    return _digest(8, (seed, *keys)) >> 1
+    return int.from_bytes(_digest(8, (seed, *keys)), "little") >> 1
 
 
 def _mix(word: _Word) -> _Word:
