@@ -68,19 +68,25 @@ class Pools:
 
     def __init__(self) -> None:
         self._kept: OrderedDict[tuple[int, ...], Pool] = OrderedDict()
+        self._held = 0
 
     def of(self, parts: Sequence[Rows]) -> Pool:
         """The pool of these rows."""
-        key = tuple(id(p) for p in parts)
-        pool = self._kept.pop(key, None) or Pool.of(parts)
-        self._kept[key] = pool
-        while len(self._kept) > 1 and sum(p.nbytes() for p in self._kept.values()) > KEPT_BYTES:
-            self._kept.popitem(last=False)
+        key = tuple(map(id, parts))
+        pool = self._kept.get(key)
+        if pool is not None:
+            self._kept.move_to_end(key)
+            return pool
+        pool = self._kept[key] = Pool.of(parts)
+        self._held += pool.nbytes()
+        while len(self._kept) > 1 and self._held > KEPT_BYTES:
+            self._held -= self._kept.popitem(last=False)[1].nbytes()
         return pool
 
     def clear(self) -> None:
         """Forgets all pools."""
         self._kept.clear()
+        self._held = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,19 +149,16 @@ class Feed:
         device = pool.y.device
         self.made = [len(p) for p in plans]
         clients, steps = len(plans), max(self.made, default=0)
-        lengths = np.zeros((steps, groups, clients), np.int64)
-        for i, plan in enumerate(plans):
-            if plan:
-                lengths[: len(plan), :, i] = [[len(rows) for rows in step] for step in plan]
-        full = int(lengths.max(initial=1))
-        index = np.full((groups, clients, steps, full), pool.zero, np.int64)
-        spots = np.arange(full)
-        for i, plan in enumerate(plans):
-            for g in range(groups if plan else 0):
-                rows = np.concatenate([step[g] for step in plan]) + pool.offsets[i]
-                view = index[g, i, : len(plan)]
-                view[spots < lengths[: len(plan), g, i, None]] = rows
-        self.index = torch.from_numpy(np.ascontiguousarray(index.transpose(2, 0, 1, 3))).to(device, non_blocking=True)
+        rows = [rows for plan in plans for step in plan for rows in step]
+        made = np.zeros((clients, steps, groups), np.int64)
+        made[np.arange(steps) < np.array(self.made)[:, None]] = np.reshape([len(r) for r in rows], (-1, groups))
+        full = int(made.max(initial=1))
+        index = np.full((clients, steps, groups, full), pool.zero, np.int64)
+        if rows:
+            shifts = np.repeat(pool.offsets, made.sum((1, 2)))
+            index[np.arange(full) < made[..., None]] = np.concatenate(rows) + shifts
+        lengths = np.ascontiguousarray(made.transpose(1, 2, 0))
+        self.index = torch.from_numpy(np.ascontiguousarray(index.transpose(1, 2, 0, 3))).to(device, non_blocking=True)
         self.ticks = list(
             self._even_ticks(lengths, device) if unpadded else self._ticks(lengths, full, device, fixed, whole)
         )
@@ -167,20 +170,23 @@ class Feed:
             self.masks = inside.to(dtype)
 
     def _ticks(self, lengths: np.ndarray, full: int, device: torch.device, fixed: bool, whole: bool) -> Iterator[Tick]:
-        live = lengths[:, 0] > 0
         groups, everyone = lengths.shape[1:]
-        actives = torch.from_numpy(live).to(device, non_blocking=True)
+        live = lengths[:, 0] > 0
+        last = (live * np.arange(1, everyone + 1)).max(1, initial=0).tolist()
+        counts = [everyone if fixed or whole else min(widened(n), everyone) for n in last]
+        beyond = np.arange(everyone) >= np.array(counts, np.int64)[:, None]
+        idle: list[int] = (~live & ~beyond).sum(1).tolist()
+        some = fixed or any(idle)
+        actives = torch.from_numpy(live).to(device, non_blocking=True).unbind(0) if some else [None] * len(live)
         if fixed:
-            yield from (Tick(t, everyone, (full,) * groups, True, now) for t, now in enumerate(actives.unbind(0)))
+            yield from (Tick(t, everyone, (full,) * groups, True, now) for t, now in enumerate(actives))
             return
-        for t in range(len(live)):
-            last = int(np.flatnonzero(live[t])[-1]) + 1
-            clients = everyone if whole else min(widened(last), everyone)
-            here = lengths[t, :, :clients]
-            idle = not live[t, :clients].all()
-            even = here.min() == here.max()
-            active = actives[t, :clients] if idle else None
-            yield Tick(t, clients, (int(here.max()) if even else full,) * groups, not even, active)
+        high = lengths.max((1, 2), initial=0)
+        even = ((lengths == high[:, None, None]) | beyond[:, None]).all((1, 2))
+        facts = zip(counts, high.tolist(), even.tolist(), idle, actives, strict=True)
+        for t, (clients, width, same, waits, now) in enumerate(facts):
+            active = now[:clients] if waits and now is not None else None
+            yield Tick(t, clients, (width if same else full,) * groups, not same, active)
 
     def _even_ticks(self, lengths: np.ndarray, device: torch.device) -> Iterator[Tick]:
         for t in range(len(lengths)):
