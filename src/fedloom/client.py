@@ -76,6 +76,7 @@ class Desk:
         self.leaves: Leaves = post.leaves
         self.message: Message = {}
         self.losses: list[Tensor] = []
+        self.counted: dict[str, list[int] | None] = {}
         self.judged: dict[str, tuple[Leaves, dict[str, Sequence[Tensor]]]] = {}
         self.optimizer: dict[str, list[OptState]] = {}
         self.private = self._private()
@@ -186,6 +187,7 @@ class Desk:
         stepper.finish()
         count = stepper.count()
         self.private["steps"] = {**self.private["steps"], phase.name: count}
+        self.counted[phase.name] = stepper.counted()
         if stepper.total is not None:
             mean = stepper.total / count.clamp(min=1).to(stepper.total.dtype)
             self.losses.append(torch.where(count > 0, mean, torch.nan))
@@ -262,8 +264,8 @@ class Desk:
         with torch.no_grad():
             self.message, self.private["memory"] = self.layout.call(fn, self.leaves, self.private)
 
-    def replies(self) -> list[Reply]:
-        """One reply per client."""
+    def replies(self, *, read: bool = True) -> list[Reply]:
+        """One reply per client; without ``read`` their losses stay on the device, for which nobody then waits here."""
         split, people = self.layout.split, self.participants
         several = len(people) > 1
 
@@ -274,9 +276,9 @@ class Desk:
         kept = {n: apart(v) for n, v in self.leaves.items() if self.bound.specs[n].kept}
         memory = {o: {k: apart(v) for k, v in m.items()} for o, m in self.private["memory"].items()}
         message = {e: {k: split(v) for k, v in m.items()} for e, m in self.message.items()}
-        steps = {p: torch.stack(list(split(v))).tolist() for p, v in self.private["steps"].items()}
-        mean = torch.stack(self.losses).nanmean(0) if self.losses else None
-        losses = None if mean is None else torch.stack(list(split(mean))).tolist()
+        steps = {p: self.counted[p] or tree.read(split(v)) for p, v in self.private["steps"].items()}
+        unread = split(torch.stack(self.losses).nanmean(0)) if self.losses else None
+        losses = tree.read(unread) if read and unread is not None else None
         judged = {n: ({k: split(v) for k, v in sums.items()}, rows) for n, (sums, rows) in self.judged.items()}
         return [
             Reply(
@@ -294,6 +296,7 @@ class Desk:
                     n: ({k: v[i] for k, v in sums.items()}, {k: v[i] for k, v in rows.items()})
                     for n, (sums, rows) in judged.items()
                 },
+                unread=None if read or unread is None else unread[i],
             )
             for i, p in enumerate(people)
         ]

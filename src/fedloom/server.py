@@ -104,7 +104,10 @@ def sort_replies(bound: Bound, replies: Sequence[Reply], round: int) -> Outcome:
     outcome = Outcome()
     trains = bool(bound.method.phases("round"))
     expected: dict[str, set[str]] = {}
-    sound = tree.finite([_floating(reply) for reply in replies])
+    pending = [(reply, reply.unread) for reply in replies if reply.unread is not None]
+    sound, losses = tree.finite([_floating(reply) for reply in replies], [loss for _, loss in pending])
+    for (reply, _), loss in zip(pending, losses, strict=True):
+        reply.loss, reply.unread = loss, None
     for reply, finite in zip(replies, sound, strict=True):
         if reply.fault is None and trains and not any(reply.steps.values()):
             outcome.skipped.append(reply.id)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from itertools import islice
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -69,6 +71,24 @@ def map_nested(fn: Callable[[Tensor], Tensor], tree: Mapping[str, Mapping[str, T
     return {owner: {k: fn(v) for k, v in leaves.items()} for owner, leaves in tree.items()}
 
 
+def spread(value: Any, path: tuple[Hashable, ...] = ()) -> dict[tuple[Hashable, ...], Tensor]:
+    """The tensors of nested dictionaries, lists and tuples by their paths, in order.
+
+    Example:
+        >>> list(spread({"a": [torch.zeros(1)], "b": {}, "c": torch.zeros(2)}))
+        [('a', 0), ('c',)]
+    """
+    if isinstance(value, Tensor):
+        return {path: value}
+    found: dict[tuple[Hashable, ...], Tensor] = {}
+    for key, part in value.items() if isinstance(value, dict) else enumerate(value):
+        if isinstance(part, Tensor):
+            found[(*path, key)] = part
+        elif part:
+            found |= spread(part, (*path, key))
+    return found
+
+
 def flat(a: Leaves) -> Tensor:
     """All leaves as one vector."""
     return torch.cat([v.reshape(-1) for v in a.values()]) if a else torch.zeros(0)
@@ -81,17 +101,25 @@ def size_in_bytes(a: Leaves) -> int:
 
 def all_finite(a: Leaves) -> bool:
     """Whether no floating leaf holds a NaN or an infinity."""
-    return finite([a])[0]
+    return finite([a])[0][0]
 
 
-def finite(trees: Sequence[Leaves]) -> list[bool]:
-    """For each tree whether it holds no NaN and no infinity: one answer from the device, not one per tensor."""
+def finite(trees: Sequence[Leaves], others: Sequence[Tensor] = ()) -> tuple[list[bool], list[float]]:
+    """For each tree whether it holds no NaN and no infinity, and the values of other tensors of one element.
+
+    There is one answer from the device, not one per tensor: each makes the host wait for all that was begun there.
+    """
     floating = [[v for v in tree.values() if v.is_floating_point() and v.numel()] for tree in trees]
     values = [v for own in floating for v in own]
-    if not values:
-        return [True] * len(trees)
-    sizes: Sequence[Tensor] = torch._foreach_norm(values, float("inf"))
-    if len({s.dtype for s in sizes}) > 1:
-        sizes = [s.double() for s in sizes]
-    good = iter(torch.isfinite(torch.stack(list(sizes))).tolist())
-    return [all(list(islice(good, len(own)))) for own in floating]
+    sizes: Sequence[Tensor] = torch._foreach_norm(values, math.inf) if values else ()
+    told = iter(read([*sizes, *others]))
+    sound = [all(list(map(math.isfinite, islice(told, len(own))))) for own in floating]
+    return sound, list(told)
+
+
+def read(values: Sequence[Tensor]) -> list[float]:
+    """The values of tensors of one element, in one answer from the device."""
+    if len({v.dtype for v in values}) > 1:
+        values = [v.double() for v in values]
+    found: list[float] = torch.stack(list(values)).tolist() if values else []
+    return found

@@ -113,6 +113,7 @@ class Reply:
         loss: mean of the objective over the steps of the phases, or None.
         judged: statistics (sums, kept rows) by name of the :class:`Judge`.
         fault: why there is nothing to use, where an engine's clients can fail to answer.
+        unread: the loss while it is still on the device: the server reads it together with its checks.
     """
 
     id: str
@@ -122,3 +123,4 @@ class Reply:
     loss: float | None
     judged: dict[str, tuple[Leaves, Leaves]]
     fault: str | None = None
+    unread: Tensor | None = None

@@ -202,6 +202,7 @@ def _packed(reply: Reply) -> dict[str, Any]:
         "loss": reply.loss,
         "judged": {name: list(parts) for name, parts in reply.judged.items()},
         "fault": reply.fault,
+        "unread": reply.unread,
     }
 
 

@@ -72,7 +72,7 @@ class VectorisedEngine:
             layout = Stacked(self.pools, self.traces, unpadded=self.unpadded, arenas=arenas)
             desk = Desk(bound, work, post, wave, layout)
             desk.run(program)
-            return desk.replies()
+            return desk.replies(read=False)
         except torch.OutOfMemoryError as error:
             if len(wave) == 1:
                 raise RunError(
