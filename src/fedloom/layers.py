@@ -7,15 +7,22 @@ they are. Outside of fedloom's forward pass they behave as the originals do.
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import MethodType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 
 from fedloom import kernels, rng
 from fedloom.recurrent import MappedGRU, MappedLSTM, MappedRNN
+
+FUSE = True
+"""Whether chains of layers go through one kernel where it serves them; False to compare."""
 
 
 @dataclass(slots=True)
@@ -188,15 +195,91 @@ class CohortMaxPool2d(nn.MaxPool2d):
     """``nn.MaxPool2d`` with a kernel of its own for a cohort on CUDA, where windows do not overlap."""
 
     def forward(self, input: Tensor) -> Tensor:
+        window = self.window()
+        if window is not None and kernels.serves(input):
+            return kernels.pooled(input, window)
+        y: Tensor = super().forward(input)
+        return y
+
+    def window(self) -> tuple[int, int] | None:
+        """Height and width of the windows if a kernel serves them, which do not overlap then."""
         size, stride, padding, dilation = (
             v if isinstance(v, tuple) else (v, v) for v in (self.kernel_size, self.stride, self.padding, self.dilation)
         )
         plain = size == stride and padding == (0, 0) and dilation == (1, 1) and not self.ceil_mode
-        if plain and not self.return_indices and max(size) <= 8 and kernels.serves(input):
-            return kernels.pooled(input, size)
-        y: Tensor = super().forward(input)
-        return y
+        return size if plain and not self.return_indices and max(size) <= 8 else None
 
+
+class _Chained(nn.Sequential):
+    """A container that takes normalisation, ReLU and pooling at once where a kernel serves a cohort.
+
+    Containers of any class borrow its ``forward``. A chain ends where somebody listens to a layer inside of it.
+    """
+
+    _chain_names: tuple[str | None, ...]  # of its layers in the whole model; None for those that no chain may have
+
+    def forward(self, input: Any) -> Any:
+        parts, at = tuple(self._modules.values()), 0
+        while at < len(parts):
+            taken = _chain(parts, self._chain_names, at, input) if FUSE else None
+            input, at = (parts[at](input), at + 1) if taken is None else taken
+        return input
+
+
+def _chain(parts: tuple[Any, ...], names: tuple[str | None, ...], at: int, x: Any) -> tuple[Tensor, int] | None:
+    """What the chain that begins at layer ``at`` returns, and the layer behind it; None where no kernel serves."""
+    norm = parts[at] if type(parts[at]) is MaskedBatchNorm2d else None
+    end = at + 1 if norm is None else at + 2
+    if end > len(parts) or type(parts[end - 1]) not in _RELUS or not isinstance(x, Tensor) or not kernels.serves(x):
+        return None
+    frame, relu = current(), parts[end - 1]
+    wanted = frozenset[str]() if frame is None else frame.wanted
+    listening = [_listening(part, name, wanted) for part, name in zip(parts, names, strict=True)]
+    if x.dim() != 4 or not x.numel() or not x.is_floating_point() or listening[end - 1] is None:
+        return None
+    if norm is not None and (listening[at] is not False or not _fits(norm, x, frame)):
+        return None
+    # A ReLU that works in place changes its input, which others may hold unless a layer here has just made it.
+    fresh = at > 0 and type(parts[at - 1]) in (CohortConv2d, MaskedBatchNorm2d) and listening[at - 1] is not None
+    if norm is None and relu.inplace and not fresh:
+        return None
+    window, behind = (1, 1), parts[end] if end < len(parts) else None
+    if type(behind) is CohortMaxPool2d and listening[end - 1] is False and listening[end] is not None:
+        found = behind.window()
+        if found is not None and all(k <= side for k, side in zip(found, x.shape[2:], strict=True)):
+            window, end = found, end + 1
+    six = type(relu) is nn.ReLU6
+    if norm is not None:
+        assert frame is not None
+        y, mean, var, count = kernels.chained(x, frame.mask, norm.weight, norm.bias, norm.eps, window, six=six)
+        if norm.training and norm.running_mean is not None:
+            norm._track(mean, var, count)
+    elif window != (1, 1):
+        y = kernels.acted(x, window, six=six)
+    else:
+        return None
+    for hook in parts[end - 1]._forward_hooks.values():
+        hook(parts[end - 1], (x,), y)
+    return y, end
+
+
+def _fits(norm: _MaskedBatchNorm, x: Tensor, frame: Frame | None) -> bool:
+    """Whether a layer normalises by what a kernel computes: the statistics of a cohort's batches."""
+    by_batch = norm.training or norm.running_mean is None
+    whole = norm.num_features == x.shape[1] and (norm.weight is None) == (norm.bias is None)
+    return frame is not None and by_batch and whole and kernels.serves(x, frame.mask, norm.weight, norm.bias)
+
+
+def _listening(part: nn.Module, name: str | None, wanted: frozenset[str]) -> bool | None:
+    """Whether the frame wants the output of a layer; None if somebody else may, or if it must be called itself."""
+    others = part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks or _has_any_global_hook()
+    if name is None or others or any(getattr(h, "__module__", None) != _TAPS for h in part._forward_hooks.values()):
+        return None
+    return name in wanted
+
+
+_RELUS = (nn.ReLU, nn.ReLU6)
+_TAPS = "fedloom.network"  # hooks that are registered there ask the frame whether they are wanted
 
 _SWAPS: dict[type[nn.Module], type[nn.Module]] = {
     nn.Conv2d: CohortConv2d,
@@ -215,10 +298,18 @@ _SWAPS: dict[type[nn.Module], type[nn.Module]] = {
 
 
 def prepare(module: nn.Module) -> None:
-    """Turns the layers of a module that have a twin here into it, in place, by exact type."""
+    """Turns the layers of a module that have a twin here into it, in place, by exact type; containers then look for chains."""
     for part in module.modules():
         if type(part) in _SWAPS:
             part.__class__ = _SWAPS[type(part)]
+    places = Counter(id(child) for part in module.modules() for child in part._modules.values())
+    for path, part in module.named_modules():
+        inherits = isinstance(part, nn.Sequential) and type(part).forward is nn.Sequential.forward
+        if inherits and "forward" not in vars(part) and any(type(child) in _RELUS for child in part.children()):
+            alone = [c is not None and places[id(c)] == 1 and "forward" not in vars(c) for c in part._modules.values()]
+            names = [f"{path}.{name}" if path else name for name in part._modules]
+            vars(part)["_chain_names"] = tuple(n if ok else None for n, ok in zip(names, alone, strict=True))
+            vars(part)["forward"] = MethodType(_Chained.forward, part)
 
 
 def restore(module: nn.Module) -> None:
@@ -229,6 +320,8 @@ def restore(module: nn.Module) -> None:
             part.__class__ = back[type(part)]
         if isinstance(part, nn.RNNBase):
             part._flat_weights = [getattr(part, name) for name in part._flat_weights_names]
+        if getattr(vars(part).get("forward"), "__func__", None) is _Chained.forward:
+            del vars(part)["forward"], vars(part)["_chain_names"]
 
 
 def is_norm(module: nn.Module) -> bool:

@@ -1,5 +1,6 @@
 """Kernels for cohorts on CUDA: operations for which torch runs the clients of a ``vmap`` one after another."""
 
 from fedloom.kernels.cohort import convolved, normalised, pooled, serves
+from fedloom.kernels.fusions import acted, chained
 
-__all__ = ["convolved", "normalised", "pooled", "serves"]
+__all__ = ["acted", "chained", "convolved", "normalised", "pooled", "serves"]

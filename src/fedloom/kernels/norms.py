@@ -86,7 +86,28 @@ def _apply(
 
 
 @triton.jit
-def _sums(x, dy, mean, scale, parts, batch, channels, piece, HW: tl.constexpr, SUM: tl.constexpr, BQ: tl.constexpr):
+def normal(raw, middle, factor, gain, shift, AFFINE: tl.constexpr, SUM: tl.constexpr):
+    """A value as the layer returns it: rounded to its own type, in which activation and pooling compare."""
+    value = (raw.to(SUM) - middle) * factor
+    if AFFINE:
+        value = value * gain + shift
+    return value.to(raw.dtype).to(SUM)
+
+
+@triton.jit
+def shut(value, SIX: tl.constexpr):
+    """Where a ReLU (of at most 6) lets no gradient through; it lets that of NaN through."""
+    flat = value <= 0.0
+    if SIX:
+        flat = flat | (value >= 6.0)
+    return flat
+
+
+@triton.jit
+def _sums(
+    x, dy, mean, scale, weight, bias, parts, batch, channels, piece,
+    HW: tl.constexpr, GATED: tl.constexpr, AFFINE: tl.constexpr, SIX: tl.constexpr, SUM: tl.constexpr, BQ: tl.constexpr,
+):  # fmt: skip
     channel, part, client = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     x += client * batch * channels * HW
     dy += client * batch * channels * HW
@@ -94,6 +115,11 @@ def _sums(x, dy, mean, scale, parts, batch, channels, piece, HW: tl.constexpr, S
     last = tl.minimum(first + piece, batch * HW)
     middle = tl.load(mean + client * channels + channel)
     factor = tl.load(scale + client * channels + channel)
+    gain = factor
+    shift = middle
+    if AFFINE:
+        gain = tl.load(weight + client * channels + channel).to(SUM)
+        shift = tl.load(bias + client * channels + channel).to(SUM)
     plain = tl.zeros((BQ,), SUM)
     along = tl.zeros((BQ,), SUM)
     for start in range(first, last, BQ):
@@ -101,9 +127,11 @@ def _sums(x, dy, mean, scale, parts, batch, channels, piece, HW: tl.constexpr, S
         here = q < last
         where = ((q // HW) * channels + channel) * HW + q % HW
         arrived = tl.load(dy + where, mask=here, other=0.0).to(SUM)
-        value = tl.load(x + where, mask=here, other=0.0).to(SUM)
+        raw = tl.load(x + where, mask=here, other=0.0)
+        if GATED:
+            arrived = tl.where(shut(normal(raw, middle, factor, gain, shift, AFFINE, SUM), SIX), 0.0, arrived)
         plain += arrived
-        along += arrived * ((value - middle) * factor)
+        along += arrived * ((raw.to(SUM) - middle) * factor)
     where = parts + ((client * channels + channel) * tl.num_programs(1) + part) * 2
     tl.store(where, tl.sum(plain, 0))
     tl.store(where + 1, tl.sum(along, 0))
@@ -134,7 +162,8 @@ def _back(
     )
 
 
-def _wide(x: Tensor) -> tuple[torch.dtype, tl.dtype]:
+def wide(x: Tensor) -> tuple[torch.dtype, tl.dtype]:
+    """The type in which sums are made, in torch and in Triton."""
     return (torch.float64, tl.float64) if x.dtype == torch.float64 else (torch.float32, tl.float32)
 
 
@@ -148,12 +177,12 @@ def _pieces(clients: int, channels: int, cells: int) -> tuple[int, int]:
 def moments(x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Mean and variance of (clients, batch, channels, pixels) per client and channel, and the number of values."""
     clients, batch, channels, pixels = x.shape
-    kind, wide = _wide(x)
+    kind, accumulator = wide(x)
     count, length = _pieces(clients, channels, batch * pixels)
     parts = torch.empty((clients, channels, count, 3), dtype=kind, device=x.device)
     _moments[(channels, count, clients)](
         x, x if mask is None else mask, parts, batch, channels, length,
-        HW=pixels, MASKED=mask is not None, SUM=wide, BQ=BLOCK, num_warps=4,
+        HW=pixels, MASKED=mask is not None, SUM=accumulator, BQ=BLOCK, num_warps=4,
     )  # fmt: skip
     n, means, squares = parts.unbind(-1)
     total = n.sum(-1, keepdim=True)
@@ -169,8 +198,31 @@ def apply(x: Tensor, y: Tensor, mean: Tensor, scale: Tensor, weight: Tensor | No
     cells = x[0].numel()
     _apply[(triton.cdiv(cells, BLOCK), clients)](
         x, y, mean, scale, x if weight is None else weight, x if bias is None else bias, batch, channels, cells,
-        HW=pixels, AFFINE=weight is not None, SUM=_wide(x)[1], BQ=BLOCK, num_warps=4,
+        HW=pixels, AFFINE=weight is not None, SUM=wide(x)[1], BQ=BLOCK, num_warps=4,
     )  # fmt: skip
+
+
+def sums(
+    x: Tensor,
+    dy: Tensor,
+    mean: Tensor,
+    scale: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    gated: bool = False,
+    six: bool = False,
+) -> Tensor:
+    """Per client and channel the pair (dbias, dweight); ``gated``: ``dy`` is that of a ReLU (of at most 6) behind the norm."""
+    clients, batch, channels, pixels = x.shape
+    kind, accumulator = wide(x)
+    pieces, length = _pieces(clients, channels, batch * pixels)
+    parts = torch.empty((clients, channels, pieces, 2), dtype=kind, device=x.device)
+    _sums[(channels, pieces, clients)](
+        x, dy, mean, scale, x if weight is None else weight, x if bias is None else bias, parts, batch, channels, length,
+        HW=pixels, GATED=gated, AFFINE=weight is not None, SIX=six, SUM=accumulator, BQ=BLOCK, num_warps=4,
+    )  # fmt: skip
+    return parts.sum(2)
 
 
 def back(
@@ -178,17 +230,12 @@ def back(
 ) -> tuple[Tensor, Tensor]:
     """``dx``, and per client and channel the pair (dbias, dweight)."""
     clients, batch, channels, pixels = x.shape
-    kind, wide = _wide(x)
-    pieces, length = _pieces(clients, channels, batch * pixels)
-    parts = torch.empty((clients, channels, pieces, 2), dtype=kind, device=x.device)
-    _sums[(channels, pieces, clients)](
-        x, dy, mean, scale, parts, batch, channels, length, HW=pixels, SUM=wide, BQ=BLOCK, num_warps=4
-    )
-    sums = parts.sum(2)
+    both = sums(x, dy, mean, scale)
     dx = torch.empty_like(x)
     cells = x[0].numel()
     _back[(triton.cdiv(cells, BLOCK), clients)](
-        x, dy, dx, x if mask is None else mask, mean, scale, x if weight is None else weight, sums, count, batch,
-        channels, cells, HW=pixels, AFFINE=weight is not None, MASKED=mask is not None, SUM=wide, BQ=BLOCK, num_warps=4,
+        x, dy, dx, x if mask is None else mask, mean, scale, x if weight is None else weight, both, count, batch,
+        channels, cells, HW=pixels, AFFINE=weight is not None, MASKED=mask is not None, SUM=wide(x)[1], BQ=BLOCK,
+        num_warps=4,
     )  # fmt: skip
-    return dx, sums
+    return dx, both

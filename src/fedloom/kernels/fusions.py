@@ -1,0 +1,112 @@
+"""Chains of layers of a whole cohort as one function: [batch normalisation,] ReLU [and pooling], on CUDA under ``vmap``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedloom.kernels.cohort import Pair, _Lifted
+
+
+def acted(x: Tensor, window: Pair, *, six: bool = False) -> Tensor:
+    """ReLU (of at most 6), then the maximum over windows that do not overlap, of one client inside ``vmap``."""
+    y: Tensor = _Lifted.apply(_CohortActivation, x, window, six, torch.is_grad_enabled())  # type: ignore[no-untyped-call]
+    return y
+
+
+def chained(
+    x: Tensor,
+    mask: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    window: Pair = (1, 1),
+    *,
+    six: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Batch normalisation, ReLU and pooling of one client inside ``vmap``.
+
+    Args:
+        x: (batch, channels, height, width).
+        mask: 1 for real rows, 0 for padding; None when every row is real.
+        weight: of the normalisation.
+        bias: of the normalisation.
+        eps: added to the variance.
+        window: of the pooling; (1, 1) for none.
+        six: whether the activation ends at 6.
+
+    Returns:
+        Output; mean, variance and number of values per channel before normalisation.
+    """
+    keep = torch.is_grad_enabled()
+    y, mean, var, count = _Lifted.apply(_CohortChain, x, mask, weight, bias, eps, window, six, keep)  # type: ignore[no-untyped-call]
+    return y, mean, var, count
+
+
+class _CohortActivation(torch.autograd.Function):
+    """x: (clients, batch, channels, height, width)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, window: Pair, six: bool, keep: bool) -> Tensor:
+        from fedloom.kernels import chains
+
+        y, place, _ = chains.forward(x.contiguous(), window, None, six=six, keep=keep)
+        ctx.save_for_backward(place)
+        ctx.window, ctx.size = window, x.shape
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        from fedloom.kernels import patches
+
+        (place,) = ctx.saved_tensors
+        clients, batch, channels, height, width = ctx.size
+        size = torch.Size((clients, batch * channels, height, width))
+        dx = patches.returned(dy.contiguous().flatten(1, 2), place.flatten(1, 2), size, ctx.window)
+        return dx.view(ctx.size), None, None, None
+
+
+class _CohortChain(torch.autograd.Function):
+    """x: (clients, batch, channels, height, width); mask: (clients, batch); weight and bias: (clients, channels)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        mask: Tensor | None,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
+        window: Pair,
+        six: bool,
+        keep: bool,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        from fedloom.kernels import chains, norms
+
+        x = x.contiguous()
+        mask, weight, bias = (None if t is None else t.contiguous() for t in (mask, weight, bias))
+        mean, var, count = norms.moments(x.flatten(3), mask)
+        scale = torch.rsqrt(var + eps)
+        y, place, kept = chains.forward(x, window, (mean, scale, weight, bias), six=six, keep=keep)
+        if keep:
+            ctx.save_for_backward(x, place, kept, mask, weight, bias, mean, scale, count.clamp(min=1))
+        ctx.window, ctx.six = window, six
+        ctx.mark_non_differentiable(mean, var, count)
+        return y, mean, var, count
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        from fedloom.kernels import chains, norms
+
+        x, place, kept, mask, weight, bias, mean, scale, count = ctx.saved_tensors
+        dy = dy.contiguous()
+        norm = mean, scale, weight, bias
+        at = x if kept is None else kept
+        sums = norms.sums(at.flatten(3), dy.flatten(3), *norm, gated=True, six=ctx.six)
+        dx = chains.backward(x, dy, place, mask, norm, sums, count, ctx.window, six=ctx.six)
+        dweight, dbias = (
+            (None, None) if weight is None else (sums[..., 1].to(weight.dtype), sums[..., 0].to(weight.dtype))
+        )
+        return dx, None, dweight, dbias, None, None, None, None
