@@ -12,13 +12,14 @@ from __future__ import annotations
 import copy
 import gc
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from fedloom import tree
 from fedloom.bound import BoundPhase
 from fedloom.client import Desk
 from fedloom.engines.vectorised.feed import Pools, Tick
@@ -80,6 +81,7 @@ class Arena:
         desk, phase = stepper.desk, stepper.phase
         twin = pytree.tree_map(lambda t: torch.empty(t.shape, dtype=t.dtype, device=t.device), stepper.values())
         self.leaves, self.private, self.common, self.slots, self.counts, self.carry, self.total, self.rates = twin
+        self.tensors = list(tree.spread(twin).values())
         self.own = [n for n in self.leaves if n in stepper.own]
         self.graphs: dict[Hashable, tuple[Replay, dict[str, Any]]] = {}
         self.touched: set[str] = set()
@@ -94,18 +96,17 @@ class Arena:
             self.total,
         ]
 
-    def fill(self, values: Any) -> None:
-        """Copies a stepper's values in."""
-        mine = (self.leaves, self.private, self.common, self.slots, self.counts, self.carry, self.total, self.rates)
-        _copy(pytree.tree_leaves(mine), pytree.tree_leaves(values))
 
-
-def _copy(to: list[Tensor], source: list[Tensor]) -> None:
+def _copy(to: Iterable[Tensor], source: Iterable[Tensor]) -> None:
     """Copies tensor by tensor, several at once where their types allow it."""
+    kinds: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+    for mine, other in zip(to, source, strict=True):
+        here, there = kinds.setdefault(mine.dtype, ([], []))
+        here.append(mine)
+        there.append(other)
     with torch.no_grad():
-        for kind in {t.dtype for t in to}:
-            pairs = [(a, b) for a, b in zip(to, source, strict=True) if a.dtype == kind]
-            torch._foreach_copy_([a for a, _ in pairs], [b.detach() for _, b in pairs])
+        for here, there in kinds.values():
+            torch._foreach_copy_(here, there)
 
 
 class GraphedStepper(MappedStepper):
@@ -169,7 +170,7 @@ class GraphedStepper(MappedStepper):
                 return
             self.arena.graphs[shape] = made
         replay, inputs = made
-        _copy(pytree.tree_leaves(inputs), pytree.tree_leaves(self._inputs(packed, active, tick)))
+        _copy(tree.spread(inputs).values(), tree.spread(self._inputs(packed, active, tick)).values())
         replay()
         self.made += 1
 
@@ -185,18 +186,17 @@ class GraphedStepper(MappedStepper):
 
     def _settle(self) -> bool:
         """Finds or makes the arena of this phase and wave, and copies the present values in."""
-        values = self.values()
-        flat, spec = pytree.tree_flatten(values)
+        values = tree.spread(self.values())
         post = self.desk.post
-        shapes = tuple((t.shape, t.dtype) for t in flat)
+        shapes = tuple((t.shape, t.dtype) for t in values.values())
         optimizers = tuple((tuple(where), optimizer) for where, optimizer, _ in self.groups)
-        key = (self.name, post.cohort, post.population, shapes, optimizers, spec)
+        key = (self.name, post.cohort, post.population, tuple(values), shapes, optimizers)
         if key in self.arenas.refused:
             self.failed = True
             return False
         arena = self.arenas.known.get(key) or Arena(self)
         self.arenas.keep(key, arena)
-        arena.fill(values)
+        _copy(arena.tensors, values.values())
         self.arena, self.key = arena, key
         return True
 
