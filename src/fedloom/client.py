@@ -34,6 +34,9 @@ class Layout(Protocol):
     def split(self, value: Tensor) -> Sequence[Tensor]:
         """The clients' values of one tensor."""
 
+    def column(self, values: Tensor) -> Tensor:
+        """The clients' values of one number, given as a vector."""
+
     def call(self, fn: Callable[..., Any], *args: Any) -> Any:
         """Calls a function of one client's tensors for every client."""
 
@@ -88,24 +91,28 @@ class Desk:
         like = next(iter(self.post.leaves.values()))
         dtype = self.bound.structure.dtype
 
-        def numbers(values: Sequence[float], kind: torch.dtype = dtype) -> Tensor:
-            return gather(torch.tensor(values, dtype=kind).to(like.device, non_blocking=True).unbind(0))
+        def numbers(kind: torch.dtype, *rows: Sequence[float]) -> Sequence[Tensor]:
+            together = torch.tensor(rows, dtype=kind).to(like.device, non_blocking=True)
+            return [self.layout.column(row) for row in together.unbind(0)]
 
         def memories(of: Callable[[Participant], Memory], owners: Memory) -> Memory:
             return {o: {k: gather([of(p)[o][k] for p in people]) for k in owners[o]} for o in owners}
 
         fresh = self.bound.memory
-        keys = [rng.key_of(self.work.seed, "noise", p.site.id, self.post.round) for p in people]
+        n, first = numbers(dtype, [len(p.site.train) for p in people], [p.state.rounds == 0 for p in people])
+        (noise,) = numbers(
+            torch.int64, [rng.key_of(self.work.seed, "noise", p.site.id, self.post.round) for p in people]
+        )
         return {
             "start": {},
             "addressed": memories(lambda p: p.addressed, people[0].addressed),
             "memory": memories(lambda p: {**fresh, **p.state.memory}, fresh),
             "swept": {},
             "steps": {},
-            "n": numbers([float(len(p.site.train)) for p in people]),
+            "n": n,
             "counts": gather([p.site.counts for p in people]),
-            "first": numbers([float(p.state.rounds == 0) for p in people]),
-            "noise": numbers(keys, torch.int64),
+            "first": first,
+            "noise": noise,
         }
 
     def see(self, private: Mapping[str, Any], final: Leaves | None = None) -> Seen:

@@ -31,6 +31,10 @@ class Single:
         """The only value."""
         return (value,)
 
+    def column(self, values: Tensor) -> Tensor:
+        """The only number."""
+        return values[0]
+
     def call(self, fn: Callable[..., Any], *args: Any) -> Any:
         """A plain call."""
         return fn(*args)

@@ -49,6 +49,10 @@ class Stacked:
         """The clients' values, as views."""
         return value.unbind(0)
 
+    def column(self, values: Tensor) -> Tensor:
+        """The vector as it is."""
+        return values
+
     def call(self, fn: Callable[..., Any], *args: Any) -> Any:
         """Maps a function of one client's tensors over the client axis."""
         if not pytree.tree_leaves(args):
