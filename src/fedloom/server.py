@@ -6,6 +6,8 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
+
 from fedloom import tree
 from fedloom.bound import Bound
 from fedloom.errors import RunError
@@ -103,16 +105,19 @@ def sort_replies(bound: Bound, replies: Sequence[Reply], round: int) -> Outcome:
     """Accepts replies that are whole and finite; a client that made no step sends nothing and is skipped."""
     outcome = Outcome()
     trains = bool(bound.method.phases("round"))
+    skipped = [r.fault is None and trains and not any(r.steps.values()) for r in replies]
     expected: dict[str, set[str]] = {}
+    faults = [None if idle else _fault(bound, r, expected) for r, idle in zip(replies, skipped, strict=True)]
+    # All that can be said without the device has been said: from here on it is waited for.
     pending = [(reply, reply.unread) for reply in replies if reply.unread is not None]
     sound, losses = tree.finite([_floating(reply) for reply in replies], [loss for _, loss in pending])
     for (reply, _), loss in zip(pending, losses, strict=True):
         reply.loss, reply.unread = loss, None
-    for reply, finite in zip(replies, sound, strict=True):
-        if reply.fault is None and trains and not any(reply.steps.values()):
+    for reply, idle, fault, finite in zip(replies, skipped, faults, sound, strict=True):
+        if idle:
             outcome.skipped.append(reply.id)
             continue
-        reason = _fault(bound, reply, expected, finite)
+        reason = fault if fault is not None or finite else _not_finite(reply)
         if reason is None:
             outcome.accepted.append(reply)
         else:
@@ -126,22 +131,25 @@ def _floating(reply: Reply) -> Leaves:
     return sent | reply.state.leaves
 
 
-def _fault(bound: Bound, reply: Reply, expected: dict[str, set[str]], finite: bool) -> str | None:
+def _fault(bound: Bound, reply: Reply, expected: dict[str, set[str]]) -> str | None:
     if reply.fault is not None:
         return reply.fault
     for entry, value in reply.message.items():
         names = expected.setdefault(entry, set(value))
-        if set(value) != names:
+        if value.keys() != names:
             return f"entry {entry!r} has other leaves than the other clients'"
         for name, tensor in value.items():
             spec = bound.specs.get(name)
             if spec is not None and entry in ("delta", "buffers") and tensor.shape != bound.start[name].shape:
                 return f"{entry}[{name!r}] has shape {tuple(tensor.shape)}, expected {tuple(bound.start[name].shape)}"
-        if not finite and not tree.all_finite(value):
-            return f"{entry}[{_first_bad(value)!r}] is not finite"
-    if not finite:
-        return f"its own leaf {_first_bad(reply.state.leaves)!r} is not finite"
     return None
+
+
+def _not_finite(reply: Reply) -> str:
+    for entry, value in reply.message.items():
+        if not tree.all_finite(value):
+            return f"{entry}[{_first_bad(value)!r}] is not finite"
+    return f"its own leaf {_first_bad(reply.state.leaves)!r} is not finite"
 
 
 def _first_bad(leaves: Leaves) -> str:
@@ -212,12 +220,10 @@ def reports(bound: Bound, state: ServerState) -> dict[str, Mapping[str, Any]]:
 
 def apply(leaves: Leaves, reduced: Message) -> Leaves:
     """``w + D`` for parameters and floating buffers; counters are set."""
-    moved = dict(leaves)
-    for entry in ("delta", "buffers"):
-        for name, value in reduced.get(entry, {}).items():
-            moved[name] = leaves[name] + value
-    moved.update(reduced.get("counters", {}))
-    changed = {name: moved[name] for entry in ("delta", "buffers") for name in reduced.get(entry, {})}
+    steps = {**reduced.get("delta", {}), **reduced.get("buffers", {})}
+    sums = torch._foreach_add([leaves[name] for name in steps], list(steps.values())) if steps else ()
+    changed = dict(zip(steps, sums, strict=True))
+    moved = {**leaves, **changed, **reduced.get("counters", {})}
     if not tree.all_finite(changed):
         raise RunError(f"the server's leaf {_first_bad(changed)!r} is no longer finite after the server stages")
     return moved
