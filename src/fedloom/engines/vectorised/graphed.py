@@ -98,10 +98,13 @@ class Arena:
 
 
 def _copy(to: Iterable[Tensor], source: Iterable[Tensor]) -> None:
-    """Copies tensor by tensor, several at once where their types allow it."""
-    kinds: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+    """Copies tensor by tensor, in one operation those that are of one type and lie alike.
+
+    One pair in a list that does not, such as a value that all clients share, would have all of them copied one by one.
+    """
+    kinds: dict[tuple[torch.dtype, bool], tuple[list[Tensor], list[Tensor]]] = {}
     for mine, other in zip(to, source, strict=True):
-        here, there = kinds.setdefault(mine.dtype, ([], []))
+        here, there = kinds.setdefault((mine.dtype, mine.stride() == other.stride()), ([], []))
         here.append(mine)
         there.append(other)
     with torch.no_grad():
