@@ -21,8 +21,29 @@ from torch import Tensor
 
 from fedloom.kernels.norms import normal, shut, wide
 
-FORWARD_TILE = 512
-BACKWARD_TILE = 1024
+TILE = 1024
+"""Pixels that a program takes, or half as many windows."""
+
+
+@triton.jit
+def _larger(
+    raw, best, winner, spot, middle, factor, gain, shift,
+    PLACE: tl.constexpr, NORM: tl.constexpr, AFFINE: tl.constexpr, SUM: tl.constexpr,
+):  # fmt: skip
+    """The best of a window so far after one more place of it: the first of equal ones, NaN above all."""
+    if NORM:
+        value = normal(raw, middle, factor, gain, shift, AFFINE, SUM)
+    else:
+        value = raw.to(SUM)
+    if PLACE == 0:
+        best = value
+        winner = raw
+    else:
+        better = (value > best) | (value != value)
+        best = tl.where(better, value, best)
+        winner = tl.where(better, raw, winner)
+        spot = tl.where(better, PLACE, spot).to(tl.uint8)
+    return best, winner, spot
 
 
 @triton.jit
@@ -38,8 +59,6 @@ def _forward(
     row = plane < planes
     here = row[:, None] & (q < OH * OW)[None, :]
     x += client * planes * (H * W)
-    corner = (plane * (H * W))[:, None] + ((q // OW) * (R * W) + (q % OW) * S)[None, :]
-    raw = tl.load(x + corner, mask=here, other=0.0)
     middle = 0.0
     factor = 1.0
     gain = 1.0
@@ -51,23 +70,31 @@ def _forward(
         if AFFINE:
             gain = tl.load(weight + channel, mask=row, other=0.0).to(SUM)[:, None]
             shift = tl.load(bias + channel, mask=row, other=0.0).to(SUM)[:, None]
-        best = normal(raw, middle, factor, gain, shift, AFFINE, SUM)
-    else:
-        best = raw.to(SUM)
-    winner = raw
+    best = tl.zeros((BP, BQ), SUM)
+    winner = tl.zeros((BP, BQ), x.dtype.element_ty)
     spot = tl.zeros((BP, BQ), tl.uint8)
-    for r in tl.static_range(R):
-        for s in tl.static_range(S):
-            if r + s > 0:
+    if S == 2:
+        # Both columns of a window come with one load of neighbours, which a thread then takes apart.
+        p = tl.program_id(1) * (2 * BQ) + tl.arange(0, 2 * BQ)
+        both = row[:, None] & (p < OH * OW * 2)[None, :]
+        pixel = (plane * (H * W))[:, None] + ((p // (2 * OW)) * (R * W) + p % (2 * OW))[None, :]
+        for r in tl.static_range(R):
+            pair = tl.load(x + (pixel + r * W), mask=both, other=0.0)
+            left, right = tl.split(tl.reshape(pair, (BP, BQ, 2)))
+            best, winner, spot = _larger(
+                left, best, winner, spot, middle, factor, gain, shift, r * 2, NORM, AFFINE, SUM
+            )
+            best, winner, spot = _larger(
+                right, best, winner, spot, middle, factor, gain, shift, r * 2 + 1, NORM, AFFINE, SUM
+            )
+    else:
+        corner = (plane * (H * W))[:, None] + ((q // OW) * (R * W) + (q % OW) * S)[None, :]
+        for r in tl.static_range(R):
+            for s in tl.static_range(S):
                 raw = tl.load(x + (corner + (r * W + s)), mask=here, other=0.0)
-                if NORM:
-                    value = normal(raw, middle, factor, gain, shift, AFFINE, SUM)
-                else:
-                    value = raw.to(SUM)
-                better = (value > best) | (value != value)
-                best = tl.where(better, value, best)
-                winner = tl.where(better, raw, winner)
-                spot = tl.where(better, r * S + s, spot).to(tl.uint8)
+                best, winner, spot = _larger(
+                    raw, best, winner, spot, middle, factor, gain, shift, r * S + s, NORM, AFFINE, SUM
+                )
     out = tl.where(best <= 0.0, 0.0, best)
     if SIX:
         out = tl.where(best >= 6.0, 6.0, out)
@@ -167,7 +194,7 @@ def forward(
     kept = torch.empty_like(y) if keep and norm is not None else None
     mean, scale, weight, bias = (None,) * 4 if norm is None else norm
     planes = batch * channels
-    high, wide_, grid = _tile(planes, rows * columns, FORWARD_TILE)
+    high, wide_, grid = _tile(planes, rows * columns, TILE if window == (1, 1) else TILE // 2)
     _forward[(*grid, clients)](
         x, y, _or(place, x), _or(kept, x), _or(mean, x), _or(scale, x), _or(weight, x), _or(bias, x), planes, channels,
         H=height, W=width, OH=rows, OW=columns, R=window[0], S=window[1], NORM=norm is not None,
@@ -192,7 +219,7 @@ def backward(
     clients, batch, channels, height, width = x.shape
     mean, scale, weight, bias = norm
     dx = torch.empty_like(x)
-    high, wide_, grid = _tile(batch * channels, height * width, BACKWARD_TILE)
+    high, wide_, grid = _tile(batch * channels, height * width, TILE)
     _backward[(*grid, clients)](
         x, dy, _or(place, x), dx, _or(mask, x), mean, scale, _or(weight, x), _or(bias, x), sums, count, batch, channels,
         H=height, W=width, OH=dy.shape[3], OW=dy.shape[4], R=window[0], S=window[1], POOL=place is not None,

@@ -47,13 +47,20 @@ def serves(*tensors: Tensor | None) -> bool:
     )
 
 
+def shortened(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Inputs of a convolution in the type of autocast, which leaves convolutions under ``vmap`` alone."""
+    first = next(t for t in tensors if t is not None)
+    kind = first.device.type
+    if not torch.is_autocast_enabled(kind) or not torch._C._functorch.is_batchedtensor(first):
+        return tensors
+    dtype = torch.get_autocast_dtype(kind)
+    return tuple(None if t is None else t.to(dtype) for t in tensors)
+
+
 def convolved(x: Tensor, w: Tensor, bias: Tensor | None, stride: Pair, padding: Pair, dilation: Pair) -> Tensor | None:
     """The convolution of one client inside ``vmap``; None where no kernel of ours serves."""
     if not serves(x, w, bias):
         return None
-    if torch.is_autocast_enabled("cuda"):  # which leaves convolutions under vmap alone
-        kind = torch.get_autocast_dtype("cuda")
-        x, w, bias = x.to(kind), w.to(kind), None if bias is None else bias.to(kind)
     cells = 1
     for size, k, s, p, d in zip(x.shape[2:], w.shape[2:], stride, padding, dilation, strict=True):
         cells *= (size + 2 * p - d * (k - 1) - 1) // s + 1
