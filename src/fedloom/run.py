@@ -73,6 +73,7 @@ class Run:
     told: list[Reply] = field(default_factory=list)
     watch: Callable[[Bound, ServerState, Outcome], None] | None = None
     _roster: tuple[Mapping[str, Site], sampling.Roster] | None = None
+    _drawn: tuple[sampling.Roster, int, sampling.Drawn] | None = None
 
     @property
     def roster(self) -> sampling.Roster:
@@ -142,10 +143,13 @@ class Run:
 
     def drawn(self, round: int) -> sampling.Drawn:
         """Who takes part in a round."""
-        everyone = self.at(round).method.schedule.participation == "all"
-        return sampling.draw(
-            self.participation, self.trace, self.work.seed, round, self.roster, self.size, everyone=everyone
-        )
+        if self._drawn is None or self._drawn[0] is not self.roster or self._drawn[1] != round:
+            everyone = self.at(round).method.schedule.participation == "all"
+            found = sampling.draw(
+                self.participation, self.trace, self.work.seed, round, self.roster, self.size, everyone=everyone
+            )
+            self._drawn = (self.roster, round, found)
+        return self._drawn[2]
 
     def play(
         self,
@@ -171,7 +175,9 @@ class Run:
             self.state = replace(self.state, round=round)
             return Outcome(), sent
         people = [self.participant(i, sent, (shares or {}).get(i, 1.0)) for i in working]
-        outcome = server.sort_replies(bound, self._replies(bound, sent.post, people), round)
+        replies = self._replies(bound, sent.post, people)
+        self._foresee(round + 1)
+        outcome = server.sort_replies(bound, replies, round)
         if not outcome.accepted:
             reasons = "; ".join(f"client {r.client}: {r.reason}" for r in outcome.rejected) or "no client made a step"
             raise RunError(
@@ -185,6 +191,16 @@ class Run:
             self.clients[reply.id] = reply.state
         self._own_work(bound, round)
         return outcome, sent
+
+    def _foresee(self, round: int) -> None:
+        """Lets the engine plan a round before the replies of the last one are waited for."""
+        foresee = getattr(self.engine, "foresee", None)
+        if foresee is None or (self.work.rounds is not None and round > self.work.rounds):
+            return
+        drawn = self.drawn(round)
+        asked = [i for i in drawn.ids if i not in drawn.dropped]
+        people = [Participant(self.sites[i], ClientState(), share=drawn.shares.get(i, 1.0)) for i in asked]
+        foresee(self.at(round), self.work, round, people)
 
     def _own_work(self, bound: Bound, round: int) -> None:
         """The server's own program: the server as one more participant, with the rows that it holds."""

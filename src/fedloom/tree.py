@@ -96,7 +96,7 @@ def flat(a: Leaves) -> Tensor:
 
 def size_in_bytes(a: Leaves) -> int:
     """Bytes of all tensors."""
-    return sum(v.numel() * v.element_size() for v in a.values())
+    return sum(v.nbytes for v in a.values())
 
 
 def all_finite(a: Leaves) -> bool:

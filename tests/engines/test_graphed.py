@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 import fedloom as fl
+from fedloom import server
 from fedloom.engines.vectorised import VectorisedEngine
 from tests.helpers import bn_mlp, dropout_mlp, everything, federation, fit, gap
 
@@ -41,6 +44,30 @@ def test_what_clients_keep_does_not_lie_in_the_arena() -> None:
     mine = {t.untyped_storage().data_ptr() for a in engine.arenas.known.values() for t in a.mutable()}
     kept = [v for c in result.run.clients.values() for v in c.leaves.values()]
     assert not mine & {v.untyped_storage().data_ptr() for v in [*kept, *result.run.state.leaves.values()]}
+
+
+def test_the_next_round_is_planned_before_replies_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans made ahead are those of the loop engine, and every client's is used; stragglers and dropouts included."""
+    engine, waiting = VectorisedEngine(step="graphed"), list[int]()
+    sort = server.sort_replies
+
+    def sorting(bound: Any, replies: Any, round: int) -> Any:
+        waiting.append(len(engine.pools.plans._ahead))
+        return sort(bound, replies, round)
+
+    monkeypatch.setattr(server, "sort_replies", sorting)
+    odd = {"dropout": 0.3, "stragglers": 0.5}
+    for options in ({}, {"participation": odd}):
+        waiting.clear()
+        a, b = (
+            fit("ditto", bn_mlp(), DATA, engine=e, rounds=4, cohort=3, batch_size=16, **options)
+            for e in ("loop", engine)
+        )
+        assert gap(everything(a), everything(b)) < 1e-10
+        phases = len(a.run.bound.method.phases("round")) if a.run is not None else 0
+        asked = [phases * (len(r["clients"]) - len(r.get("dropped", ()))) for r in b.history]
+        assert waiting[4:] == [*asked[1:], 0]
+        assert not engine.pools.plans._ahead
 
 
 def test_a_phase_that_cannot_be_captured_goes_on_mapped() -> None:

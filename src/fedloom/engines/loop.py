@@ -51,7 +51,7 @@ class Single:
         """The batches of a phase."""
         person = desk.participants[0]
         train = person.site.train
-        for groups in planned(desk, phase, person):
+        for groups in planned(desk.bound, desk.work, desk.post.round, phase, person):
             made: Batch | None = None
             for index in reversed(groups):
                 rows = train.take(torch.from_numpy(index).to(train.y.device))
@@ -71,17 +71,16 @@ class Single:
         return (kept,)
 
 
-def planned(desk: Desk, phase: BoundPhase, person: Participant) -> batches.Steps:
+def planned(bound: Bound, work: Work, round: int, phase: BoundPhase, person: Participant) -> batches.Steps:
     """Row indices of each step of a phase, from the stream of this client, round and copy."""
-    work = desk.work
     stream = phase.phase.stream or phase.phase.copy
     return batches.plan(
         phase.phase,
         person.site.labels,
-        rng.stream(work.seed, "batches", person.site.id, desk.post.round, stream),
+        rng.stream(work.seed, "batches", person.site.id, round, stream),
         epochs=work.epochs,
         batch_size=work.batch_size,
-        skip_single=desk.bound.network.batch_norm,
+        skip_single=bound.network.batch_norm,
         share=person.share,
     )
 

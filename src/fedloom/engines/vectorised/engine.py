@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from fedloom.bound import Bound
 from fedloom.client import Desk
@@ -60,15 +61,22 @@ class VectorisedEngine:
             found |= {r.id: r for r in self._wave(bound, work, program, post, wave)}
         return [found[p.site.id] for p in participants]
 
+    def foresee(self, bound: Bound, work: Work, round: int, people: Sequence[Participant]) -> None:
+        """Plans a round to come, where the device is still at work on the present one: on a CPU nothing is gained."""
+        if people and self._captures(people[0].site.train.y):
+            self.pools.plans.foresee(bound, work, round, people)
+
     def facts(self) -> dict[str, Any]:
         """What was resolved, and what happened since: for the run's record."""
         notes = [*([] if self.traces is None else self.traces.notes), *self.arenas.notes]
         return {"engine": self.name, "step": self.step, "wave": self.wave or 0, "events": [*self.events, *notes]}
 
+    def _captures(self, there: Tensor) -> bool:
+        return self.step == "graphed" or (self.step == "auto" and there.is_cuda)
+
     def _wave(self, bound: Bound, work: Work, program: Program, post: Post, wave: list[Participant]) -> list[Reply]:
         try:
-            captured = self.step == "graphed" or (self.step == "auto" and next(iter(post.leaves.values())).is_cuda)
-            arenas = self.arenas if captured else None
+            arenas = self.arenas if self._captures(next(iter(post.leaves.values()))) else None
             layout = Stacked(self.pools, self.traces, unpadded=self.unpadded, arenas=arenas)
             desk = Desk(bound, work, post, wave, layout)
             desk.run(program)

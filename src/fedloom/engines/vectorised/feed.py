@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from fedloom import batches
 from fedloom.batches import SWEEP_BATCH
 from fedloom.data import Rows
+from fedloom.engines.vectorised.plans import Plans
 from fedloom.types import Batch, Inputs
 
 KEPT_BYTES = 1 << 30
@@ -64,9 +65,14 @@ def _joined(parts: Sequence[Tensor]) -> Tensor:
 
 
 class Pools:
-    """Pools of the last waves, so that a cohort that returns finds its rows laid out."""
+    """Pools of the last waves, so that a cohort that returns finds its rows laid out.
+
+    Attributes:
+        plans: which of the rows make up steps.
+    """
 
     def __init__(self) -> None:
+        self.plans = Plans()
         self._kept: OrderedDict[tuple[int, ...], Pool] = OrderedDict()
         self._held = 0
 

@@ -16,7 +16,6 @@ from torch.utils import _pytree as pytree
 
 from fedloom.bound import BoundPhase
 from fedloom.client import Desk
-from fedloom.engines.loop import planned
 from fedloom.engines.vectorised.feed import Feed, Pools, Tick
 from fedloom.engines.vectorised.traced import Attached, Traces
 from fedloom.optim import OptState
@@ -44,7 +43,7 @@ class MappedStepper(Stepper):
         people = desk.participants
         self.feed = Feed(
             pools.of([p.site.train for p in people]),
-            [planned(desk, phase, p) for p in people],
+            [pools.plans.of(desk.bound, desk.work, desk.post.round, phase, p) for p in people],
             phase.phase.sampler.group,
             desk.bound.structure.dtype,
             whole=phase.phase.until is not None,
