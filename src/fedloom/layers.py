@@ -121,7 +121,7 @@ class _MaskedBatchNorm(nn.modules.batchnorm._BatchNorm):
         frame = current()
         by_batch = self.training or self.running_mean is None
         if frame is None or not by_batch:
-            return super().forward(input)
+            return self._plain(input)
         if input.dim() > 2 and kernels.serves(input, frame.mask, self.weight, self.bias):
             y, mean, var, count = kernels.normalised(input, frame.mask, self.weight, self.bias, self.eps)
             if self.training and self.running_mean is not None:
@@ -130,9 +130,15 @@ class _MaskedBatchNorm(nn.modules.batchnorm._BatchNorm):
         if frame.mask is None:
             # One test row of a layer without running statistics: torch refuses, though there is nothing wrong with it.
             alone = not self.training and input.numel() == input.shape[1]
-            return self._masked(input, input.new_ones(1)) if alone else super().forward(input)
+            return self._masked(input, input.new_ones(1)) if alone else self._plain(input)
         self._check_input_dim(input)  # type: ignore[no-untyped-call]
         return self._masked(input, frame.mask)
+
+    def _plain(self, x: Tensor) -> Tensor:
+        """As torch computes it; short types in the leaves' own type, which torch does itself except under ``vmap``."""
+        own = next((t.dtype for t in (self.weight, self.running_mean) if t is not None), x.dtype)
+        torchs = own == x.dtype or not kernels.mapped(x)
+        return super().forward(x) if torchs else super().forward(x.to(own)).to(x.dtype)
 
     def _masked(self, x: Tensor, rows: Tensor) -> Tensor:
         weight = rows.to(x.dtype).reshape(-1, *[1] * (x.dim() - 1))
@@ -182,13 +188,16 @@ class CohortConv2d(nn.Conv2d):
 
     def forward(self, input: Tensor) -> Tensor:
         plain = self.groups == 1 and self.padding_mode == "zeros" and not isinstance(self.padding, str)
+        x, weight, bias = kernels.shortened(input, self.weight, self.bias)
+        assert x is not None and weight is not None
         if plain and input.dim() == 4:
             assert not isinstance(self.padding, str)
             stride, padding, dilation = ((int(a), int(b)) for a, b in (self.stride, self.padding, self.dilation))
-            y = kernels.convolved(input, self.weight, self.bias, stride, padding, dilation)
+            y = kernels.convolved(x, weight, bias, stride, padding, dilation)
             if y is not None:
                 return y
-        return super().forward(input)
+        made: Tensor = self._conv_forward(x, weight, bias)
+        return made
 
 
 class CohortMaxPool2d(nn.MaxPool2d):

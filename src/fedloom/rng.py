@@ -23,6 +23,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedloom import kernels
+
 PURPOSES = frozenset(
     (
         "init",
@@ -113,6 +115,10 @@ def fold(key: Tensor, *numbers: int | Tensor) -> Tensor:
         True
     """
     for number in numbers:
+        together = kernels.folded(key, number)
+        if together is not None:
+            key = together
+            continue
         low, high = _halves(key)
         if isinstance(number, Tensor):
             first, second = _mix((number + 0x9E3779B9) & _MASK), _mix(((number >> 32) ^ 0x85EBCA6B) & _MASK)
@@ -135,6 +141,9 @@ def bits(key: Tensor, shape: Sequence[int]) -> Tensor:
     """
     count = math.prod(shape)
     assert count <= _MASK, "more elements than the counter can tell apart"
+    together = kernels.drawn(key, shape)
+    if together is not None:
+        return together
     low, high = _halves(fold(key, 0))
     block = torch.arange(-(-count // _BLOCK), device=key.device, dtype=torch.int64)
     start = _mix(_mix((block + low) & _MASK) ^ high) >> 1

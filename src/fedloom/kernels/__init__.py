@@ -1,7 +1,7 @@
 """Kernels for cohorts on CUDA: operations for which torch runs the clients of a ``vmap`` one after another."""
 
-from fedloom.kernels.cohort import convolved, normalised, pooled, serves, shortened
+from fedloom.kernels.cohort import convolved, mapped, normalised, pooled, serves, shortened
 from fedloom.kernels.counters import drawn, folded
 from fedloom.kernels.fusions import acted, chained
 
-__all__ = ["acted", "chained", "convolved", "drawn", "folded", "normalised", "pooled", "serves", "shortened"]
+__all__ = ["acted", "chained", "convolved", "drawn", "folded", "mapped", "normalised", "pooled", "serves", "shortened"]

@@ -47,11 +47,16 @@ def serves(*tensors: Tensor | None) -> bool:
     )
 
 
+def mapped(x: Tensor) -> bool:
+    """Whether a tensor is one client's inside ``vmap``."""
+    return bool(torch._C._functorch.is_batchedtensor(x))
+
+
 def shortened(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
     """Inputs of a convolution in the type of autocast, which leaves convolutions under ``vmap`` alone."""
     first = next(t for t in tensors if t is not None)
     kind = first.device.type
-    if not torch.is_autocast_enabled(kind) or not torch._C._functorch.is_batchedtensor(first):
+    if not torch.is_autocast_enabled(kind) or not mapped(first):
         return tensors
     dtype = torch.get_autocast_dtype(kind)
     return tuple(None if t is None else t.to(dtype) for t in tensors)
