@@ -57,6 +57,28 @@ def _moments(
 
 
 @triton.jit
+def _joined(parts, mean, var, count, channels, PIECES: tl.constexpr, SUM: tl.constexpr, BC: tl.constexpr):
+    client = tl.program_id(1).to(tl.int64)
+    c = tl.program_id(0) * BC + tl.arange(0, BC)
+    here = c < channels
+    channel = client * channels + c
+    total = tl.zeros((BC,), SUM)
+    middle = tl.zeros((BC,), SUM)
+    square = tl.zeros((BC,), SUM)
+    for part in range(PIECES):
+        where = parts + (channel * PIECES + part) * 3
+        n = tl.load(where, mask=here, other=0.0)
+        gap = tl.load(where + 1, mask=here, other=0.0) - middle
+        both = tl.maximum(total + n, 1)
+        square += tl.load(where + 2, mask=here, other=0.0) + gap * gap * (total * n / both)
+        middle += gap * (n / both)
+        total += n
+    tl.store(mean + channel, middle, mask=here)
+    tl.store(var + channel, square / tl.maximum(total, 1), mask=here)
+    tl.store(count + client + c, total, mask=c == 0)  # every channel has as many values
+
+
+@triton.jit
 def _apply(
     x,
     y,
@@ -184,12 +206,12 @@ def moments(x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         x, x if mask is None else mask, parts, batch, channels, length,
         HW=pixels, MASKED=mask is not None, SUM=accumulator, BQ=BLOCK, num_warps=4,
     )  # fmt: skip
-    n, means, squares = parts.unbind(-1)
-    total = n.sum(-1, keepdim=True)
-    safe = total.clamp(min=1)
-    mean = (n * means).sum(-1, keepdim=True) / safe
-    var = (squares + n * (means - mean).square()).sum(-1, keepdim=True) / safe
-    return mean.squeeze(-1), var.squeeze(-1), total[:, 0, 0]
+    mean, var = (torch.empty((clients, channels), dtype=kind, device=x.device) for _ in range(2))
+    total = torch.empty(clients, dtype=kind, device=x.device)
+    _joined[(triton.cdiv(channels, 128), clients)](
+        parts, mean, var, total, channels, PIECES=count, SUM=accumulator, BC=128, num_warps=4
+    )
+    return mean, var, total
 
 
 def apply(x: Tensor, y: Tensor, mean: Tensor, scale: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:
