@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from fedloom import rng, tree
+from fedloom import rng, transfer, tree
 from fedloom.batches import SWEEP_BATCH, sweep_rows
 from fedloom.bound import Bound, BoundPhase
 from fedloom.data import Rows
@@ -92,7 +92,7 @@ class Desk:
         dtype = self.bound.structure.dtype
 
         def numbers(kind: torch.dtype, *rows: Sequence[float]) -> Sequence[Tensor]:
-            together = torch.tensor(rows, dtype=kind).to(like.device, non_blocking=True)
+            together = transfer.onto(torch.tensor(rows, dtype=kind), like.device)
             return [self.layout.column(row) for row in together.unbind(0)]
 
         def memories(of: Callable[[Participant], Memory], owners: Memory) -> Memory:
@@ -283,9 +283,9 @@ class Desk:
         kept = {n: apart(v) for n, v in self.leaves.items() if self.bound.specs[n].kept}
         memory = {o: {k: apart(v) for k, v in m.items()} for o, m in self.private["memory"].items()}
         message = {e: {k: split(v) for k, v in m.items()} for e, m in self.message.items()}
-        steps = {p: self.counted[p] or tree.read(split(v)) for p, v in self.private["steps"].items()}
+        steps = {p: self.counted[p] or transfer.read(split(v)) for p, v in self.private["steps"].items()}
         unread = split(torch.stack(self.losses).nanmean(0)) if self.losses else None
-        losses = tree.read(unread) if read and unread is not None else None
+        losses = transfer.read(unread) if read and unread is not None else None
         judged = {n: ({k: split(v) for k, v in sums.items()}, rows) for n, (sums, rows) in self.judged.items()}
         return [
             Reply(

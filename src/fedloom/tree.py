@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fedloom import transfer
 from fedloom.types import Leaves
 
 
@@ -112,14 +113,6 @@ def finite(trees: Sequence[Leaves], others: Sequence[Tensor] = ()) -> tuple[list
     floating = [[v for v in tree.values() if v.is_floating_point() and v.numel()] for tree in trees]
     values = [v for own in floating for v in own]
     sizes: Sequence[Tensor] = torch._foreach_norm(values, math.inf) if values else ()
-    told = iter(read([*sizes, *others]))
+    told = iter(transfer.read([*sizes, *others]))
     sound = [all(list(map(math.isfinite, islice(told, len(own))))) for own in floating]
     return sound, list(told)
-
-
-def read(values: Sequence[Tensor]) -> list[float]:
-    """The values of tensors of one element, in one answer from the device."""
-    if len({v.dtype for v in values}) > 1:
-        values = [v.double() for v in values]
-    found: list[float] = torch.stack(list(values)).tolist() if values else []
-    return found

@@ -16,6 +16,7 @@ from fedloom.data import Rows
 from fedloom.network import suited
 from fedloom.slots import Program
 from fedloom.stepping import Stepper
+from fedloom.transfer import onto
 from fedloom.types import Batch, Leaves
 from fedloom.work import Participant, Post, Reply, Work
 
@@ -54,7 +55,7 @@ class Single:
         for groups in planned(desk.bound, desk.work, desk.post.round, phase, person):
             made: Batch | None = None
             for index in reversed(groups):
-                rows = train.take(torch.from_numpy(index).to(train.y.device))
+                rows = train.take(onto(torch.from_numpy(index), train.y.device))
                 made = Batch(rows.x, rows.y, pair=made)
             assert made is not None
             yield made, None

@@ -19,6 +19,7 @@ from fedloom import batches
 from fedloom.batches import SWEEP_BATCH
 from fedloom.data import Rows
 from fedloom.engines.vectorised.plans import Plans
+from fedloom.transfer import onto
 from fedloom.types import Batch, Inputs
 
 KEPT_BYTES = 1 << 30
@@ -164,15 +165,13 @@ class Feed:
             shifts = np.repeat(pool.offsets, made.sum((1, 2)))
             index[np.arange(full) < made[..., None]] = np.concatenate(rows) + shifts
         lengths = np.ascontiguousarray(made.transpose(1, 2, 0))
-        self.index = torch.from_numpy(np.ascontiguousarray(index.transpose(1, 2, 0, 3))).to(device, non_blocking=True)
+        self.index = onto(torch.from_numpy(np.ascontiguousarray(index.transpose(1, 2, 0, 3))), device)
         self.ticks = list(
             self._even_ticks(lengths, device) if unpadded else self._ticks(lengths, full, device, fixed, whole)
         )
         self.masks: Tensor | None = None
         if any(t.masked for t in self.ticks):
-            inside = torch.from_numpy(lengths).to(device, non_blocking=True)[..., None] > torch.arange(
-                full, device=device
-            )
+            inside = onto(torch.from_numpy(lengths), device)[..., None] > torch.arange(full, device=device)
             self.masks = inside.to(dtype)
 
     def _ticks(self, lengths: np.ndarray, full: int, device: torch.device, fixed: bool, whole: bool) -> Iterator[Tick]:
@@ -183,7 +182,7 @@ class Feed:
         beyond = np.arange(everyone) >= np.array(counts, np.int64)[:, None]
         idle: list[int] = (~live & ~beyond).sum(1).tolist()
         some = fixed or any(idle)
-        actives = torch.from_numpy(live).to(device, non_blocking=True).unbind(0) if some else [None] * len(live)
+        actives = onto(torch.from_numpy(live), device).unbind(0) if some else [None] * len(live)
         if fixed:
             yield from (Tick(t, everyone, (full,) * groups, True, now) for t, now in enumerate(actives))
             return
@@ -199,7 +198,7 @@ class Feed:
             shapes = [tuple(lengths[t, :, i]) for i in range(lengths.shape[2])]
             for shape in sorted({s for s in shapes if s[0]}, reverse=True):
                 here = np.array([s == shape for s in shapes])
-                active = None if here.all() else torch.from_numpy(here).to(device)
+                active = None if here.all() else onto(torch.from_numpy(here), device)
                 yield Tick(t, len(shapes), tuple(int(w) for w in shape), False, active)
 
     def blocks(self) -> Iterator[tuple[list[Tick], Batch]]:
@@ -238,5 +237,5 @@ def sweep(pool: Pool, dtype: torch.dtype, size: int | str = SWEEP_BATCH) -> Iter
         for i, (low, high) in enumerate(here):
             index[i, : high - low] = np.arange(low, high) + pool.offsets[i]
             mask[i, : high - low] = True
-        rows = None if mask.all() else torch.from_numpy(mask).to(device).to(dtype)
-        yield pool.take(torch.from_numpy(index).to(device), rows)
+        rows = None if mask.all() else onto(torch.from_numpy(mask), device).to(dtype)
+        yield pool.take(onto(torch.from_numpy(index), device), rows)

@@ -27,6 +27,7 @@ from fedloom.engines.vectorised.stepper import MappedStepper
 from fedloom.engines.vectorised.traced import common_of, watched
 from fedloom.optim import OptState
 from fedloom.stepping import objective
+from fedloom.transfer import onto
 from fedloom.types import Batch, Leaves, Memory
 
 Replay = Callable[[], None]
@@ -133,7 +134,7 @@ class GraphedStepper(MappedStepper):
         dtype = self.params[0].dtype
         total = self.total if self.total is not None else torch.zeros(clients, dtype=dtype, device=n.device)
         numbers = [*(float(s.step) for s in self.states), *(lr for _, _, lr in self.groups)]
-        told = torch.tensor(numbers, dtype=torch.float64).to(n.device, non_blocking=True).unbind(0)
+        told = onto(torch.tensor(numbers, dtype=torch.float64), n.device).unbind(0)
         counts, rates = list(told[: len(self.states)]), list(told[len(self.states) :])
         slots = [s.slots for s in self.all_states]
         return leaves, private, common_of(self.desk), slots, counts, self.carry, total, rates

@@ -20,6 +20,7 @@ from fedloom.engines.vectorised.feed import Feed, Pools, Tick
 from fedloom.engines.vectorised.traced import Attached, Traces
 from fedloom.optim import OptState
 from fedloom.stepping import Stepper
+from fedloom.transfer import onto
 from fedloom.types import Batch, Leaves, Memory
 
 
@@ -53,8 +54,7 @@ class MappedStepper(Stepper):
         self.unpadded = unpadded
         self.traces = traces
         n: Tensor = self.private["n"]
-        # Before the first step: a copy to the device waits for all that was begun there.
-        self.planned = torch.tensor(self.feed.made, dtype=n.dtype).to(n.device, non_blocking=True)
+        self.planned = onto(torch.tensor(self.feed.made, dtype=n.dtype), n.device)
         self.all = (self.leaves, self.params, self.private)
         self.all_states: list[OptState] = []
         self.own = {
