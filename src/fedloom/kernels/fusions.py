@@ -50,9 +50,9 @@ class _CohortActivation(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, window: Pair, six: bool, keep: bool) -> Tensor:
-        from fedloom.kernels import chains
+        from fedloom.kernels import patches
 
-        y, place, _ = chains.forward(x.contiguous(), window, None, six=six, keep=keep)
+        y, place, _ = patches.chained(x.contiguous(), window, None, six=six, keep=keep)
         ctx.save_for_backward(place)
         ctx.window, ctx.size = window, x.shape
         return y
@@ -83,13 +83,13 @@ class _CohortChain(torch.autograd.Function):
         six: bool,
         keep: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        from fedloom.kernels import chains, norms
+        from fedloom.kernels import norms, patches
 
         x = x.contiguous()
         mask, weight, bias = (None if t is None else t.contiguous() for t in (mask, weight, bias))
         mean, var, count = norms.moments(x.flatten(3), mask)
         scale = torch.rsqrt(var + eps)
-        y, place, kept = chains.forward(x, window, (mean, scale, weight, bias), six=six, keep=keep)
+        y, place, kept = patches.chained(x, window, (mean, scale, weight, bias), six=six, keep=keep)
         if keep:
             ctx.save_for_backward(x, place, kept, mask, weight, bias, mean, scale, count.clamp(min=1))
         ctx.window, ctx.six = window, six
@@ -98,14 +98,14 @@ class _CohortChain(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        from fedloom.kernels import chains, norms
+        from fedloom.kernels import norms
 
         x, place, kept, mask, weight, bias, mean, scale, count = ctx.saved_tensors
         dy = dy.contiguous()
         norm = mean, scale, weight, bias
         at = x if kept is None else kept
         sums = norms.sums(at.flatten(3), dy.flatten(3), *norm, gated=True, six=ctx.six)
-        dx = chains.backward(x, dy, place, mask, norm, sums, count, ctx.window, six=ctx.six)
+        dx = norms.chain_back(x, dy, place, mask, norm, sums, count, ctx.window, six=ctx.six)
         dweight, dbias = (
             (None, None) if weight is None else (sums[..., 1].to(weight.dtype), sums[..., 0].to(weight.dtype))
         )

@@ -5,6 +5,9 @@ With weight ``m_b`` (1 for a real row, 0 for padding) and ``n = sum m_b pixels``
     mean = sum m x / n      var = sum m (x - mean)^2 / n      z = (x - mean) / sqrt(var + eps)      y = z weight + bias
     dx = weight / sqrt(var + eps) (dy - m/n (sum dy + z sum dy z))      dweight = sum dy z      dbias = sum dy
 
+In a chain with ReLU and pooling (:func:`fedloom.kernels.patches.chained`) ``dy`` is zero but at the places of the maxima that ReLU lets
+through; there, tiles are planes by pixels: what belongs to a channel is read once per row of a tile.
+
 Sums are made in pieces that are joined in a fixed order (Chan's formula for the variance). Imported on machines with CUDA only.
 """
 
@@ -18,6 +21,8 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 1024
+TILE = 1024
+"""Pixels of a chain of layers that a program takes, or half as many windows."""
 
 
 @triton.jit
@@ -184,6 +189,58 @@ def _back(
     )
 
 
+@triton.jit
+def _chain_back(
+    x, dy, place, dx, mask, mean, scale, weight, bias, sums, count, batch, channels,
+    H: tl.constexpr, W: tl.constexpr, OH: tl.constexpr, OW: tl.constexpr, R: tl.constexpr, S: tl.constexpr,
+    POOL: tl.constexpr, AFFINE: tl.constexpr, MASKED: tl.constexpr, SIX: tl.constexpr, SUM: tl.constexpr,
+    BP: tl.constexpr, BQ: tl.constexpr,
+):  # fmt: skip
+    client = tl.program_id(2).to(tl.int64)
+    planes = batch * channels
+    plane = tl.program_id(0) * BP + tl.arange(0, BP)
+    q = tl.program_id(1) * BQ + tl.arange(0, BQ)
+    row = plane < planes
+    here = row[:, None] & (q < H * W)[None, :]
+    first = client * planes * (H * W)
+    x += first
+    dx += first
+    where = (plane * (H * W))[:, None] + q[None, :]
+    raw = tl.load(x + where, mask=here, other=0.0)
+    channel = client * channels + plane % channels
+    middle = tl.load(mean + channel, mask=row, other=0.0)[:, None]
+    factor = tl.load(scale + channel, mask=row, other=0.0)[:, None]
+    plain = tl.load(sums + channel * 2, mask=row, other=0.0)[:, None]
+    along = tl.load(sums + channel * 2 + 1, mask=row, other=0.0)[:, None]
+    gain = factor
+    shift = middle
+    ahead = factor
+    if AFFINE:
+        gain = tl.load(weight + channel, mask=row, other=0.0).to(SUM)[:, None]
+        shift = tl.load(bias + channel, mask=row, other=0.0).to(SUM)[:, None]
+        ahead = factor * gain
+    if POOL:
+        h, w = q // W, q % W
+        i, j = h // R, w // S
+        inside = here & ((i < OH) & (j < OW))[None, :]
+        place += client * planes * (OH * OW)
+        dy += client * planes * (OH * OW)
+        window = (plane * (OH * OW))[:, None] + (i * OW + j)[None, :]
+        chosen = tl.load(place + window, mask=inside, other=255)
+        arrived = tl.load(dy + window, mask=inside, other=0.0).to(SUM)
+        arrived = tl.where(chosen == ((h % R) * S + w % S)[None, :], arrived, 0.0)
+    else:
+        dy += first
+        arrived = tl.load(dy + where, mask=here, other=0.0).to(SUM)
+        arrived = tl.where(shut(normal(raw, middle, factor, gain, shift, AFFINE, SUM), SIX), 0.0, arrived)
+    share = 1.0 / tl.load(count + client)
+    if MASKED:
+        share = share * tl.load(mask + client * batch + plane // channels, mask=row, other=0.0).to(SUM)[:, None]
+    z = (raw.to(SUM) - middle) * factor
+    made = ahead * (arrived - share * (plain + z * along))
+    tl.store(dx + where, made.to(dx.dtype.element_ty), mask=here)
+
+
 def wide(x: Tensor) -> tuple[torch.dtype, tl.dtype]:
     """The type in which sums are made, in torch and in Triton."""
     return (torch.float64, tl.float64) if x.dtype == torch.float64 else (torch.float32, tl.float32)
@@ -261,3 +318,40 @@ def back(
         num_warps=4,
     )  # fmt: skip
     return dx, both
+
+
+def chain_back(
+    x: Tensor,
+    dy: Tensor,
+    place: Tensor | None,
+    mask: Tensor | None,
+    norm: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
+    both: Tensor,
+    count: Tensor,
+    window: tuple[int, int],
+    *,
+    six: bool,
+) -> Tensor:
+    """The gradient of ``x``: that of a normalisation whose own gradient arrives at the places only, or through ReLU."""
+    clients, batch, channels, height, width = x.shape
+    mean, scale, weight, bias = norm
+    dx = torch.empty_like(x)
+    high, across, grid = tile(batch * channels, height * width, TILE)
+    _chain_back[(*grid, clients)](
+        x, dy, either(place, x), dx, either(mask, x), mean, scale, either(weight, x), either(bias, x), both, count, batch, channels,
+        H=height, W=width, OH=dy.shape[3], OW=dy.shape[4], R=window[0], S=window[1], POOL=place is not None,
+        AFFINE=weight is not None, MASKED=mask is not None, SIX=six, SUM=wide(x)[1], BP=high, BQ=across, num_warps=4,
+    )  # fmt: skip
+    return dx
+
+
+def tile(planes: int, pixels: int, size: int) -> tuple[int, int, tuple[int, int]]:
+    """Planes and pixels of a tile, powers of two, and how many tiles there are each way."""
+    across = min(triton.next_power_of_2(pixels), size)
+    high = min(triton.next_power_of_2(planes), size // across)
+    return high, across, (triton.cdiv(planes, high), triton.cdiv(pixels, across))
+
+
+def either(tensor: Tensor | None, other: Tensor) -> Tensor:
+    """A tensor, or in the place of one that the kernel does not touch, any other."""
+    return other if tensor is None else tensor

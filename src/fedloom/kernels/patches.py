@@ -1,11 +1,19 @@
-"""Triton kernels: the patches of pictures as a matrix and back, and pooling over windows that do not overlap.
+"""Triton kernels: the patches of pictures as a matrix and back, and pooling over windows, alone or behind normalisation and ReLU.
 
 With ``k = (c, r, s)`` over channels and places of a filter, and ``p = (i, j)`` over output pixels of picture ``b``,
 
     patches[k, b, p] = x[b, c, i stride + r dilation - padding, j stride + s dilation - padding]
 
 so that a convolution is ``y[o, b, p] = sum_k w[o, k] patches[k, b, p]``. One more row of ones serves the bias, rows of zeros
-fill up to a multiple of eight, which fast matrix products ask for. Imported on machines with CUDA only.
+fill up to a multiple of eight, which fast matrix products ask for.
+
+Windows do not overlap. In a chain of [batch normalisation,] ReLU and pooling, with ``v`` what is normalised (or ``x``),
+
+    y_w = relu(max_{p in w} v_p)      dv_p = dy_w [p = argmax, the first one] [v_p > 0]
+
+so that neither ``v`` nor ``relu(v)`` is ever in memory. The place of a window's maximum is kept in a byte, 255 where ReLU lets no
+gradient through, and ``x`` at that place: sums over windows then need a quarter of ``x`` for windows of 2x2, and the gradient
+of ReLU and pooling alone does not need ``x`` at all. Imported on machines with CUDA only.
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc,type-arg,import-untyped,import-not-found"
@@ -19,6 +27,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from fedloom.kernels.norms import TILE, either, normal, shut, tile, wide
 
 
 @dataclass(frozen=True)
@@ -174,6 +184,91 @@ def _unpool(
     tl.store(dx + q, tl.where(chosen == (h % R) * S + w % S, value, 0.0), mask=q < cells)
 
 
+@triton.jit
+def _larger(
+    raw, best, winner, spot, middle, factor, gain, shift,
+    PLACE: tl.constexpr, NORM: tl.constexpr, AFFINE: tl.constexpr, SUM: tl.constexpr,
+):  # fmt: skip
+    """The best of a window so far after one more place of it: the first of equal ones, NaN above all."""
+    if NORM:
+        value = normal(raw, middle, factor, gain, shift, AFFINE, SUM)
+    else:
+        value = raw.to(SUM)
+    if PLACE == 0:
+        best = value
+        winner = raw
+    else:
+        better = (value > best) | (value != value)
+        best = tl.where(better, value, best)
+        winner = tl.where(better, raw, winner)
+        spot = tl.where(better, PLACE, spot).to(tl.uint8)
+    return best, winner, spot
+
+
+@triton.jit
+def _chain(
+    x, y, place, kept, mean, scale, weight, bias, planes, channels,
+    H: tl.constexpr, W: tl.constexpr, OH: tl.constexpr, OW: tl.constexpr, R: tl.constexpr, S: tl.constexpr,
+    NORM: tl.constexpr, AFFINE: tl.constexpr, SIX: tl.constexpr, KEEP: tl.constexpr, SUM: tl.constexpr,
+    BP: tl.constexpr, BQ: tl.constexpr,
+):  # fmt: skip
+    client = tl.program_id(2).to(tl.int64)
+    plane = tl.program_id(0) * BP + tl.arange(0, BP)
+    q = tl.program_id(1) * BQ + tl.arange(0, BQ)
+    row = plane < planes
+    here = row[:, None] & (q < OH * OW)[None, :]
+    x += client * planes * (H * W)
+    middle = 0.0
+    factor = 1.0
+    gain = 1.0
+    shift = 0.0
+    if NORM:
+        channel = client * channels + plane % channels
+        middle = tl.load(mean + channel, mask=row, other=0.0)[:, None]
+        factor = tl.load(scale + channel, mask=row, other=0.0)[:, None]
+        if AFFINE:
+            gain = tl.load(weight + channel, mask=row, other=0.0).to(SUM)[:, None]
+            shift = tl.load(bias + channel, mask=row, other=0.0).to(SUM)[:, None]
+    best = tl.zeros((BP, BQ), SUM)
+    winner = tl.zeros((BP, BQ), x.dtype.element_ty)
+    spot = tl.zeros((BP, BQ), tl.uint8)
+    if S == 2:
+        # Both columns of a window come with one load of neighbours, which a thread then takes apart.
+        p = tl.program_id(1) * (2 * BQ) + tl.arange(0, 2 * BQ)
+        both = row[:, None] & (p < OH * OW * 2)[None, :]
+        pixel = (plane * (H * W))[:, None] + ((p // (2 * OW)) * (R * W) + p % (2 * OW))[None, :]
+        for r in tl.static_range(R):
+            pair = tl.load(x + (pixel + r * W), mask=both, other=0.0)
+            left, right = tl.split(tl.reshape(pair, (BP, BQ, 2)))
+            best, winner, spot = _larger(
+                left, best, winner, spot, middle, factor, gain, shift, r * 2, NORM, AFFINE, SUM
+            )
+            best, winner, spot = _larger(
+                right, best, winner, spot, middle, factor, gain, shift, r * 2 + 1, NORM, AFFINE, SUM
+            )
+    else:
+        corner = (plane * (H * W))[:, None] + ((q // OW) * (R * W) + (q % OW) * S)[None, :]
+        for r in tl.static_range(R):
+            for s in tl.static_range(S):
+                raw = tl.load(x + (corner + (r * W + s)), mask=here, other=0.0)
+                best, winner, spot = _larger(
+                    raw, best, winner, spot, middle, factor, gain, shift, r * S + s, NORM, AFFINE, SUM
+                )
+    out = tl.where(best <= 0.0, 0.0, best)
+    if SIX:
+        out = tl.where(best >= 6.0, 6.0, out)
+    first = client * planes * (OH * OW)
+    y += first
+    where = (plane * (OH * OW))[:, None] + q[None, :]
+    tl.store(y + where, out.to(y.dtype.element_ty), mask=here)
+    if KEEP:
+        place += first
+        tl.store(place + where, tl.where(shut(best, SIX), 255, spot).to(tl.uint8), mask=here)
+        if NORM:
+            kept += first
+            tl.store(kept + where, winner, mask=here)
+
+
 def gathered(x: Tensor, shape: Geometry) -> Tensor:
     """Patches of (clients, batch, channels, height, width): (clients, rows, pixels), or picture by picture."""
     clients, batch = x.shape[:2]
@@ -191,8 +286,9 @@ def scattered(d: Tensor, size: torch.Size, shape: Geometry) -> Tensor:
     dx = d.new_empty(size)
     cells = dx[0].numel()
     pixels = batch * shape.out[0] * shape.out[1]
-    wide = tl.float64 if d.dtype == torch.float64 else tl.float32
-    _scatter[(triton.cdiv(cells, 512), clients)](d, dx, cells, pixels, **shape.sizes, SUM=wide, BQ=512, num_warps=4)
+    _scatter[(triton.cdiv(cells, 512), clients)](
+        d, dx, cells, pixels, **shape.sizes, SUM=wide(d)[1], BQ=512, num_warps=4
+    )
     return dx
 
 
@@ -218,3 +314,37 @@ def returned(dy: Tensor, place: Tensor, size: torch.Size, kernel: tuple[int, int
         dy, place, dx, cells, H=height, W=width, OH=rows, OW=columns, R=kernel[0], S=kernel[1], BQ=1024, num_warps=4
     )
     return dx
+
+
+def chained(
+    x: Tensor,
+    window: tuple[int, int],
+    norm: tuple[Tensor, Tensor, Tensor | None, Tensor | None] | None,
+    *,
+    six: bool,
+    keep: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The chain's output, the place of each window's maximum (255: no gradient) and ``x`` there.
+
+    Args:
+        x: (clients, batch, channels, height, width), contiguous.
+        window: height and width of the pooling windows; (1, 1) for none.
+        norm: mean, scale, weight and bias, each (clients, channels); None for ReLU and pooling alone.
+        six: whether the activation ends at 6.
+        keep: whether a gradient may be asked for; places and values are None otherwise, or if there are no windows.
+    """
+    clients, batch, channels, height, width = x.shape
+    rows, columns = height // window[0], width // window[1]
+    y = x.new_empty(clients, batch, channels, rows, columns)
+    keep = keep and window != (1, 1)
+    place = torch.empty_like(y, dtype=torch.uint8) if keep else None
+    kept = torch.empty_like(y) if keep and norm is not None else None
+    mean, scale, weight, bias = (None,) * 4 if norm is None else norm
+    planes = batch * channels
+    high, across, grid = tile(planes, rows * columns, TILE if window == (1, 1) else TILE // 2)
+    _chain[(*grid, clients)](
+        x, y, either(place, x), either(kept, x), either(mean, x), either(scale, x), either(weight, x), either(bias, x), planes, channels,
+        H=height, W=width, OH=rows, OW=columns, R=window[0], S=window[1], NORM=norm is not None,
+        AFFINE=weight is not None, SIX=six, KEEP=keep, SUM=wide(x)[1], BP=high, BQ=across, num_warps=4,
+    )  # fmt: skip
+    return y, place, kept
