@@ -118,6 +118,7 @@ def run(case: study.Case, images: fl.data.Dataset, options: argparse.Namespace) 
         batch_size=64,
         optimizer=fl.sgd(lr=case["lr"], momentum=0.9, weight_decay=1e-4, decay=0.99),
         seed=case["seed"],
+        engine=study.engine(options),
         device=options.device,
         precision=case["precision"],
         evaluate={"every": options.every},

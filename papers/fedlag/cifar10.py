@@ -105,6 +105,7 @@ def run(case: study.Case, images: fl.data.Dataset, options: argparse.Namespace) 
         batch_size=case["batch"],
         optimizer=fl.sgd(lr=case["lr"]),
         seed=case["seed"],
+        engine=study.engine(options),
         device=options.device,
         precision=case["precision"],
         evaluate={"every": options.every},

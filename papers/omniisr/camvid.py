@@ -13,7 +13,7 @@ paper states neither learning rate nor rounds, clients, resolution, alpha, lambd
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +86,7 @@ def run(case: study.Case, scenes: fl.data.Dataset, options: argparse.Namespace) 
         optimizer=fl.adam(case["lr"], weight_decay=1e-4, decay=options.decay),
         augment={"flip": 0.5, "scale": (0.75, 1.5)},
         seed=case["seed"],
+        engine=study.engine(options),
         device=options.device,
         precision=case["precision"],
         evaluate={"every": options.every},
@@ -95,9 +96,21 @@ def run(case: study.Case, scenes: fl.data.Dataset, options: argparse.Namespace) 
 
 
 def report(log: Path) -> str:
-    """The table of levels and gains, and the gap between centralised and federated training."""
-    groups = tables.by(study.read(log), "network", "setting", "isr")
-    rows, gaps = [], []
+    """For each number of rounds the table of levels and gains, and the gap between centralised and federated training."""
+    texts = []
+    for (rounds,), lines in tables.by(study.read(log), "rounds").items():
+        groups = tables.by(lines, "network", "setting", "isr")
+        texts.append(f"{rounds} rounds\n\n{levels(groups)}")
+        gaps = between(groups)
+        if gaps:
+            head = ["network", "clients", "gap without ISR", "gap with ISR", "change"]
+            texts.append(tables.markdown(head, gaps))
+    return "\n\n".join(texts)
+
+
+def levels(groups: dict[tuple[Hashable, ...], list[dict[str, Any]]]) -> str:
+    """All metrics, and the paired gain of ISR."""
+    rows = []
     for (network, setting, isr), lines in groups.items():
         base = groups.get((network, setting, "none"), [])
         row = [str(network), str(setting), str(isr)]
@@ -107,6 +120,12 @@ def report(log: Path) -> str:
         paper = PUBLISHED[str(network)] if kept else None
         at = (0 if setting == "centralised" else 2) + (kept == "isr")
         rows.append([*row, gain, f"{paper[at]:.2f}" if paper and setting != "nine pieces" else "–"])
+    return tables.markdown(["network", "setting", "ISR", *METRICS, "gain of ISR, mIoU", "published mIoU"], rows)
+
+
+def between(groups: dict[tuple[Hashable, ...], list[dict[str, Any]]]) -> list[list[str]]:
+    """By how much centralised training is ahead, and what ISR changes of it."""
+    gaps = []
     for network in dict.fromkeys(k[0] for k in groups):
         for setting in ("recordings", "nine pieces"):
             pair = []
@@ -116,16 +135,12 @@ def report(log: Path) -> str:
             if all(pair):
                 change = [b - a for a, b in zip(*pair, strict=False)]
                 gaps.append([str(network), setting, *(tables.signed(p) for p in pair), tables.signed(change)])
-    head = ["network", "setting", "ISR", *METRICS, "gain of ISR, mIoU", "published mIoU"]
-    text = tables.markdown(head, rows)
-    if gaps:
-        text += "\n\n" + tables.markdown(["network", "clients", "gap without ISR", "gap with ISR", "change"], gaps)
-    return text
+    return gaps
 
 
 def main() -> None:
     """Runs what is missing, then shows the table."""
-    parser = study.arguments(__doc__, HERE / "results", rounds=20, every=5)
+    parser = study.arguments(__doc__, HERE / "results", rounds=12, every=6)
     parser.add_argument("--part", choices=("table", "ablation"), default="table")
     parser.add_argument("--networks", nargs="+", default=list(NETWORKS))
     parser.add_argument("--settings", nargs="+", default=list(SETTINGS), choices=list(SETTINGS))

@@ -85,6 +85,7 @@ def run(case: study.Case, pictures: fl.data.Dataset, options: argparse.Namespace
         augment={"flip": 0.5, "scale": (0.75, 1.5)} if scenes else None,
         hybrid=hybrid,
         seed=case["seed"],
+        engine=study.engine(options),
         device=options.device,
         precision=case["precision"],
         evaluate={"every": options.every},

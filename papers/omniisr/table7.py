@@ -97,6 +97,7 @@ def run(case: study.Case, pictures: fl.data.Dataset, options: argparse.Namespace
         optimizer=fl.sgd(case["lr"]) if plain else fl.adam(1e-3, weight_decay=1e-4, decay=0.95),
         augment={"flip": 0.5, "scale": (0.75, 1.5)} if scenes else None,
         seed=case["seed"],
+        engine=study.engine(options),
         device=options.device,
         precision=case["precision"],
         evaluate={"every": options.every},
