@@ -24,6 +24,7 @@ from fedloom.objectives.classes import (
 from fedloom.record import Method
 from fedloom.reducers import mean, stack, total
 from fedloom.registry import recipe
+from fedloom.resizing import resized
 from fedloom.slots import Phase, Prepare, Prepared, Receive, Sampler, Send, ServerStage, Stage, Sweep, Term
 from fedloom.types import Batch, Cohort, Facts, Leaves, Message, Seen
 from fedloom.view import View
@@ -157,7 +158,7 @@ def balancefl(lam: float = 1.0, tau: float = 2.0, entropy: float = 0.002, augmen
             moved = moved.reshape(shape).movedim(-1, 1)
         logits = view.head(moved)
         if logits.dim() > 2 and logits.shape[2:] != batch.y.shape[1:]:
-            logits = F.interpolate(logits, size=batch.y.shape[1:], mode="bilinear", align_corners=False)
+            logits = resized(logits, batch.y.shape[1:])
         return logits
 
     def loss(view: View, batch: Batch, seen: Seen, carry: Leaves) -> tuple[Tensor, Leaves]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from fedloom.models.layers import ConvNorm, Network, Norm, flag, he_normal_, positive, resize
+from fedloom.models.layers import ConvNorm, Network, Norm, flag, he_normal_, positive
 from fedloom.models.resnets import BasicBlock
+from fedloom.resizing import resized
 
 
 def conv3x3(inputs: int, outputs: int, norm: Norm, separable: bool, rate: int = 1) -> nn.Sequential:
@@ -45,7 +46,7 @@ class LowLevelConcat(nn.Module):
 
     def forward(self, low: Tensor, high: Tensor) -> Tensor:
         """[B, low, H, W] and [B, C, h, w] to [B, C + reduced, H, W]."""
-        return torch.cat([resize(high, low.shape[-2:]), self.reduce(low)], 1)
+        return torch.cat([resized(high, low.shape[-2:]), self.reduce(low)], 1)
 
 
 class DeepLabV3Plus(Network):
@@ -74,7 +75,7 @@ class DeepLabV3Plus(Network):
         """Class scores [B, num_classes, H, W] of images [B, in_channels, H, W]."""
         low = self.layer1(self.pool(self.stem(x)))
         high = self.aspp(self.layer4(self.layer3(self.layer2(low))))
-        return resize(self.head(self.decoder(self.concat(low, high))), x.shape[-2:])
+        return resized(self.head(self.decoder(self.concat(low, high))), x.shape[-2:])
 
 
 def residual_layer(inputs: int, outputs: int, norm: Norm, stride: int = 1, dilation: int = 1) -> nn.Sequential:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedloom.errors import UserError
@@ -182,8 +181,3 @@ class DropPath(nn.Module):
     def extra_repr(self) -> str:
         """Show p."""
         return f"p={self.p}"
-
-
-def resize(x: Tensor, size: Sequence[int]) -> Tensor:
-    """Bilinear interpolation of maps [B, C, h, w] to (height, width), corners not aligned."""
-    return F.interpolate(x, size=tuple(size), mode="bilinear", align_corners=False)

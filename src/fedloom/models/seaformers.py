@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedloom.models.layers import ConvNorm, Network, Norm, positive, probability, resize
+from fedloom.models.layers import ConvNorm, Network, Norm, positive, probability
 from fedloom.models.mobile import (
     Row,
     TokenBlock,
@@ -17,6 +17,7 @@ from fedloom.models.mobile import (
     drop_path_rates,
     residual_stage,
 )
+from fedloom.resizing import resized
 
 
 class AxisAttention(nn.Module):
@@ -36,8 +37,8 @@ class AxisAttention(nn.Module):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """[B, C, N] each, to [B, values, N, 1]."""
-        q = q + F.interpolate(self.position_q, size=q.shape[-1], mode="linear", align_corners=False)
-        k = k + F.interpolate(self.position_k, size=k.shape[-1], mode="linear", align_corners=False)
+        q = q + resized(self.position_q, q.shape[-1:])
+        k = k + resized(self.position_k, k.shape[-1:])
         mixed = attend(q, k, v, self.heads, self.scale)
         y: Tensor = self.project(self.act(mixed.unsqueeze(-1)))
         return y
@@ -86,7 +87,7 @@ class Fusion(nn.Module):
 
     def forward(self, x: Tensor, tokens: Tensor) -> Tensor:
         """[B, inputs, H, W] and [B, tokens, h, w] to [B, outputs, H, W]."""
-        y: Tensor = self.local(x) * resize(F.hardsigmoid(self.gate(tokens)), x.shape[-2:])
+        y: Tensor = self.local(x) * resized(F.hardsigmoid(self.gate(tokens)), x.shape[-2:])
         return y
 
 
@@ -142,7 +143,7 @@ class SeaFormer(Network):
         middle = self.transformer1(self.stage4(self.stage3(fine)))
         coarse = self.transformer2(self.stage5(middle))
         joined = self.fusion2(self.fusion1(fine, middle), coarse)
-        return resize(self.head(self.dropout(self.fuse(joined))), x.shape[-2:])
+        return resized(self.head(self.dropout(self.fuse(joined))), x.shape[-2:])
 
 
 def stage_rows(widths: tuple[int, int, int, int, int], expansion: int) -> list[list[Row]]:

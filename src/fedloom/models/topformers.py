@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedloom.models.layers import ConvNorm, Network, Norm, flag, positive, probability, resize
+from fedloom.models.layers import ConvNorm, Network, Norm, flag, positive, probability
 from fedloom.models.mobile import (
     Row,
     TokenBlock,
@@ -17,6 +17,7 @@ from fedloom.models.mobile import (
     drop_path_rates,
     residual_stage,
 )
+from fedloom.resizing import resized
 
 
 class TokenPyramid(nn.Module):
@@ -87,8 +88,8 @@ class Injection(nn.Module):
     def forward(self, local: Tensor, tokens: Tensor) -> Tensor:
         """[B, inputs, H, W] and [B, inputs, h, w] to [B, outputs, H, W]."""
         size = local.shape[-2:]
-        gate = resize(F.hardsigmoid(self.gate(tokens)), size)
-        y: Tensor = self.local(local) * gate + resize(self.semantics(tokens), size)
+        gate = resized(F.hardsigmoid(self.gate(tokens)), size)
+        y: Tensor = self.local(local) * gate + resized(self.semantics(tokens), size)
         return y
 
 
@@ -148,8 +149,8 @@ class TopFormer(Network):
             inject(local, t) for inject, local, t in zip(self.injections, maps[1:], tokens[1:], strict=True)
         )
         size = fine.shape[-2:]
-        joined = fine + resize(middle, size) + resize(coarse, size)
-        return resize(self.head(self.dropout(self.fuse(joined))), x.shape[-2:])
+        joined = fine + resized(middle, size) + resized(coarse, size)
+        return resized(self.head(self.dropout(self.fuse(joined))), x.shape[-2:])
 
 
 def pyramid_rows(widths: tuple[int, int, int, int], extra: bool) -> list[list[Row]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
+from fedloom.resizing import resized
 from fedloom.types import Batch
 from fedloom.view import View
 
@@ -20,7 +21,7 @@ def adapted(z: Tensor, weight: Tensor, bias: Tensor, axis: int, like: Tensor, *,
     if not dense:
         return F.linear(pooled(z, axis), weight, bias)
     logits = F.conv2d(z.movedim(axis, 1), weight[:, :, None, None], bias)
-    return F.interpolate(logits, size=like.shape[-2:], mode="bilinear", align_corners=False)
+    return resized(logits, like.shape[-2:])
 
 
 def information_term(view: View, z: Tensor, weight: Tensor, bias: Tensor, axis: int = 1) -> Tensor:
