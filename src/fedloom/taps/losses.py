@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
+from fedloom import kernels
 from fedloom.resizing import resized
 from fedloom.types import Batch
 from fedloom.view import View
@@ -49,6 +50,9 @@ def entropy_term(z: Tensor, batch: Batch, axis: int = 1) -> Tensor:
 
     Reference: OmniISR, eq. 4, as a mean.
     """
-    logs = F.log_softmax(z.movedim(axis, 1), 1)
-    entropy = (logs.exp() * logs).sum(1)
+    z = z.movedim(axis, 1)
+    entropy = kernels.negative_entropy(z)
+    if entropy is None:
+        logs = F.log_softmax(z, 1)
+        entropy = (logs.exp() * logs).sum(1)
     return batch.mean(entropy.reshape(entropy.shape[0], -1).mean(1))

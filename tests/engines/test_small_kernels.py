@@ -1,19 +1,15 @@
-"""Noise of a cohort on CUDA: word for word that of one client after another."""
+"""Noise and entropies of a cohort on CUDA: noise word for word that of one client after another, entropies as torch has them."""
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from fedloom import kernels, rng
+from tests.engines.test_kernels import DEVICE, compare, cuda, random
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-cuda = pytest.mark.skipif(
-    DEVICE == "cpu" and not (kernels.cohort.INTERPRETED and find_spec("triton")),
-    reason="needs a CUDA device, or TRITON_INTERPRET=1 and triton",
-)
 KEYS = torch.tensor([rng.key_of(seed, "noise") for seed in range(5)] + [0, 2**63 - 1])
 
 
@@ -34,6 +30,20 @@ def test_keys() -> None:
         found = torch.vmap(lambda key, step, n=number: rng.fold(key, n, step))(KEYS.to(DEVICE), steps.to(DEVICE))
         expected = torch.stack([rng.fold(key, number, step) for key, step in zip(KEYS, steps, strict=True)])
         assert torch.equal(found.cpu(), expected)
+
+
+@cuda
+@pytest.mark.parametrize("shape", [(3, 4, 5, 7, 6), (2, 2, 70, 129), (1, 2, 1, 3), (2, 3, 4200, 2)])
+def test_negative_entropy(shape: tuple[int, ...]) -> None:
+    z = (random(*shape) * 30).detach().requires_grad_()  # some positions are all but decided
+
+    def ours(z: Tensor) -> Tensor:
+        value = kernels.negative_entropy(z)
+        assert value is not None
+        return value
+
+    logs = F.log_softmax(z, 2)
+    compare(torch.vmap(ours)(z), (logs.exp() * logs).sum(2), [z])
 
 
 def _noting(launched: list[int], apply):  # type: ignore[no-untyped-def]
