@@ -184,7 +184,9 @@ def methods() -> list[str]:
     demanded = {
         "fedavg": (1.0, "one forward and backward pass a step"),
         "scaffold": (1.0, "the same"),
-        "fedmap": (1.0, "the same"),
+        "fedmap": (1.33, "the same, and a sweep forward over all rows"),
+        "fedavg + lag(k=2)": (1.0, "the same"),
+        "fedavg + isr": (1.0, "the same, and the losses at the taps"),
         "fedavg + isr + lag(k=2)": (1.0, "the same, and the losses at the taps"),
         "fedaims": (1.33, "the same, and a sweep forward over all rows"),
         "ditto": (2.0, "two models"),

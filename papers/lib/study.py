@@ -70,6 +70,8 @@ def play(cases: Iterable[Case], run: Callable[[Case], dict[str, Any]], log: Path
         if json.dumps(case, sort_keys=True) in done:
             continue
         started = time.perf_counter()
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
         if started - begun + longest > options.stop_after:
             return
         try:
@@ -79,6 +81,8 @@ def play(cases: Iterable[Case], run: Callable[[Case], dict[str, Any]], log: Path
         wall = time.perf_counter() - started
         longest = max(longest, wall)
         line = {"case": case, "found": found, "wall": round(wall, 2), **machine()}
+        if torch.cuda.is_available():
+            line["gpu_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
         with log.open("a") as file:
             file.write(json.dumps(line) + "\n")
         shown = {k: round(v, 4) for k, v in found.items() if isinstance(v, float)}
