@@ -7,6 +7,7 @@ is the business of a :class:`Layout`, which an engine provides.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any, Protocol
 
 import torch
@@ -276,12 +277,14 @@ class Desk:
         split, people = self.layout.split, self.participants
         several = len(people) > 1
 
-        def apart(value: Tensor) -> Sequence[Tensor]:
+        def apart(values: Leaves) -> dict[str, Sequence[Tensor]]:
             # A view would keep the tensors of the whole wave alive for as long as one client's state is kept.
-            return [v.clone() for v in split(value)] if several else split(value)
+            views = {k: split(v) for k, v in values.items()}
+            own = iter(tree.copies([v for each in views.values() for v in each])) if several else None
+            return views if own is None else {k: list(islice(own, len(people))) for k in views}
 
-        kept = {n: apart(v) for n, v in self.leaves.items() if self.bound.specs[n].kept}
-        memory = {o: {k: apart(v) for k, v in m.items()} for o, m in self.private["memory"].items()}
+        kept = apart({n: v for n, v in self.leaves.items() if self.bound.specs[n].kept})
+        memory = {o: apart(m) for o, m in self.private["memory"].items()}
         message = {e: {k: split(v) for k, v in m.items()} for e, m in self.message.items()}
         steps = {p: self.counted[p] or transfer.read(split(v)) for p, v in self.private["steps"].items()}
         unread = split(torch.stack(self.losses).nanmean(0)) if self.losses else None

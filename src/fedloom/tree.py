@@ -1,4 +1,4 @@
-"""Arithmetic on dictionaries of tensors. Nothing here changes its arguments."""
+"""Arithmetic on dictionaries of tensors. Nothing here but :func:`overwrite` changes its arguments."""
 
 from __future__ import annotations
 
@@ -37,6 +37,28 @@ def zeros_like(a: Leaves) -> Leaves:
 def clone(a: Leaves) -> Leaves:
     """A deep copy, cut from any graph."""
     return {k: v.detach().clone() for k, v in a.items()}
+
+
+def copies(values: Sequence[Tensor]) -> list[Tensor]:
+    """Copies that share memory with nobody, cut from any graph."""
+    made = [torch.empty_like(v) for v in values]
+    overwrite(made, values)
+    return made
+
+
+def overwrite(to: Iterable[Tensor], source: Iterable[Tensor]) -> None:
+    """Copies tensor by tensor into ``to``, in one operation those that are of one type and lie alike.
+
+    One pair in a list that does not, such as a value that all clients share, would have all of them copied one by one.
+    """
+    kinds: dict[tuple[torch.dtype, bool], tuple[list[Tensor], list[Tensor]]] = {}
+    for mine, other in zip(to, source, strict=True):
+        here, there = kinds.setdefault((mine.dtype, mine.stride() == other.stride()), ([], []))
+        here.append(mine)
+        there.append(other)
+    with torch.no_grad():
+        for here, there in kinds.values():
+            torch._foreach_copy_(here, there)
 
 
 def select(a: Leaves, names: Iterable[str]) -> Leaves:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import gc
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -98,21 +98,6 @@ class Arena:
         ]
 
 
-def _copy(to: Iterable[Tensor], source: Iterable[Tensor]) -> None:
-    """Copies tensor by tensor, in one operation those that are of one type and lie alike.
-
-    One pair in a list that does not, such as a value that all clients share, would have all of them copied one by one.
-    """
-    kinds: dict[tuple[torch.dtype, bool], tuple[list[Tensor], list[Tensor]]] = {}
-    for mine, other in zip(to, source, strict=True):
-        here, there = kinds.setdefault((mine.dtype, mine.stride() == other.stride()), ([], []))
-        here.append(mine)
-        there.append(other)
-    with torch.no_grad():
-        for here, there in kinds.values():
-            torch._foreach_copy_(here, there)
-
-
 class GraphedStepper(MappedStepper):
     """The steps of a phase for a wave of clients, each the replay of a captured graph."""
 
@@ -174,7 +159,7 @@ class GraphedStepper(MappedStepper):
                 return
             self.arena.graphs[shape] = made
         replay, inputs = made
-        _copy(tree.spread(inputs).values(), tree.spread(self._inputs(packed, active, tick)).values())
+        tree.overwrite(tree.spread(inputs).values(), tree.spread(self._inputs(packed, active, tick)).values())
         replay()
         self.made += 1
 
@@ -200,7 +185,7 @@ class GraphedStepper(MappedStepper):
             return False
         arena = self.arenas.known.get(key) or Arena(self)
         self.arenas.keep(key, arena)
-        _copy(arena.tensors, values.values())
+        tree.overwrite(arena.tensors, values.values())
         self.arena, self.key = arena, key
         return True
 
@@ -210,9 +195,9 @@ class GraphedStepper(MappedStepper):
         assert arena is not None
         leaves, params, _ = self.all
         own = [n for n in arena.own if n in leaves]
-        _copy([leaves[n] for n in own], [arena.leaves[n] for n in own])
+        tree.overwrite([leaves[n] for n in own], [arena.leaves[n] for n in own])
         slots = [t for s in self.all_states for v in s.slots.values() for t in v]
-        _copy(slots, [t for s in arena.slots for v in s.values() for t in v])
+        tree.overwrite(slots, [t for s in arena.slots for v in s.values() for t in v])
         for state in self.all_states:
             state.step = self.before + self.made * self.phase.phase.repeat
         self.carry = pytree.tree_map(lambda t: t.clone(), arena.carry)
@@ -237,7 +222,7 @@ class GraphedStepper(MappedStepper):
                 torch.cuda.current_stream().wait_stream(side)
             else:
                 body()
-            _copy(arena.mutable(), before)
+            tree.overwrite(arena.mutable(), before)
             if arena.touched:
                 raise ValueError(
                     f"client code reads {', '.join(sorted(arena.touched))}, which change from round to round"
@@ -252,7 +237,7 @@ class GraphedStepper(MappedStepper):
             )
             self.arenas.refused.add(self.key)
             self.failed = True
-            _copy(arena.mutable(), before)
+            tree.overwrite(arena.mutable(), before)
             return None
 
     def _body(self, arena: Arena, tick: Tick, inputs: dict[str, Any]) -> Replay:
@@ -282,6 +267,6 @@ class GraphedStepper(MappedStepper):
             for kept, state in zip(arena.counts, twin.states, strict=True):
                 kept.copy_(state.step)
             carried: Memory = twin.carry
-            _copy([front(t) for t in pytree.tree_leaves(arena.carry)], pytree.tree_leaves(carried))
+            tree.overwrite([front(t) for t in pytree.tree_leaves(arena.carry)], pytree.tree_leaves(carried))
 
         return body
