@@ -52,6 +52,11 @@ def mapped(x: Tensor) -> bool:
     return bool(torch._C._functorch.is_batchedtensor(x))
 
 
+def clients(x: Tensor) -> int:
+    """How many clients stand side by side, seen from inside ``vmap``."""
+    return int(torch._C._functorch.get_unwrapped(x).shape[torch._C._functorch.maybe_get_bdim(x)])
+
+
 def shortened(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
     """Inputs of a convolution in the type of autocast, which leaves convolutions under ``vmap`` alone."""
     first = next(t for t in tensors if t is not None)
@@ -64,7 +69,7 @@ def shortened(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
 
 def convolved(x: Tensor, w: Tensor, bias: Tensor | None, stride: Pair, padding: Pair, dilation: Pair) -> Tensor | None:
     """The convolution of one client inside ``vmap``; None where no kernel of ours serves."""
-    if not serves(x, w, bias):
+    if not serves(x, w, bias) or clients(x) == 1:  # cuDNN is as fast for one client, and has nothing to compile
         return None
     cells = 1
     for size, k, s, p, d in zip(x.shape[2:], w.shape[2:], stride, padding, dilation, strict=True):
