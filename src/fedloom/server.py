@@ -192,7 +192,7 @@ def aggregate(
 def personal_now(bound: Bound, state: ServerState) -> tuple[str, ...]:
     """Gated leaves that are personal in the round that follows a state."""
     gate = bound.method.server.gate
-    return () if gate is None else tuple(name for name, value in gate(state.memory).items() if not bool(value))
+    return () if gate is None else tuple(tree.off(gate(state.memory)))
 
 
 def _forget(memory: Memory, initial: Memory, off: tuple[str, ...]) -> Memory:
@@ -236,9 +236,9 @@ def bytes_down(bound: Bound, sent: Dispatch, *, newcomer: bool = False) -> dict[
     """
     post = sent.post
     found: dict[str, int] = {}
+    held = set() if newcomer else set(tree.off(post.gate))
     for name, spec in bound.specs.items():
-        held = name in post.gate and not newcomer and not bool(post.gate[name])
-        if _travels_down(spec) and not held:
+        if _travels_down(spec) and name not in held:
             kind = "buffers" if spec.buffer else "parameters"
             found[kind] = found.get(kind, 0) + tree.size_in_bytes({name: post.leaves[name]})
     for owner, values in post.broadcast.items():

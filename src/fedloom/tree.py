@@ -127,6 +127,11 @@ def all_finite(a: Leaves) -> bool:
     return finite([a])[0][0]
 
 
+def off(gates: Leaves) -> list[str]:
+    """Names of the tensors of one element that are zero, in one answer from the device."""
+    return [name for name, value in zip(gates, transfer.read(list(gates.values())), strict=True) if not value]
+
+
 def finite(trees: Sequence[Leaves], others: Sequence[Tensor] = ()) -> tuple[list[bool], list[float]]:
     """For each tree whether it holds no NaN and no infinity, and the values of other tensors of one element.
 

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from fedloom import tree
 from fedloom.errors import Conflict, UserError
 from fedloom.record import Method
 from fedloom.reducers import mean, stack
@@ -34,7 +35,7 @@ def gram(updates: Sequence[Tensor]) -> Tensor:
     for update in updates:
         for piece in update.reshape(clients, -1).split(width, dim=1):
             exact = piece.double()
-            total += exact @ exact.T
+            total.addmm_(exact, exact.T)
     return total
 
 
@@ -50,22 +51,34 @@ def conflicts(products: Tensor, xi: float = 0.0) -> int:
 
     Reference: FedLAG, Definition 4.1.
     """
-    return int((cosines(products) < xi).triu(diagonal=1).sum())
+    return int(_pairs_below(products, xi))
 
 
 def cosines(products: Tensor) -> Tensor:
-    """``cos(h_u, h_v)`` of all pairs from a Gram matrix, clamped to [-1, 1] and rounded to 10 digits; 0 for a zero vector."""
-    length = products.diagonal().clamp(min=0).sqrt()
-    scale = length[:, None] * length
-    cosine = torch.where(scale > 0, products / torch.where(scale > 0, scale, torch.ones_like(scale)), 0.0)
+    """``cos(h_u, h_v)`` of all pairs from Gram matrices, clamped to [-1, 1] and rounded to 10 digits; 0 for a zero vector."""
+    length = products.diagonal(dim1=-2, dim2=-1).clamp(min=0).sqrt()
+    scale = length[..., :, None] * length[..., None, :]
+    there = scale > 0
+    cosine = torch.where(there, products / torch.where(there, scale, 1.0), 0.0)
     return cosine.clamp(-1, 1).round(decimals=10)
 
 
 def spread(products: Tensor) -> float:
     """``sum_uv (||h_u||^2 - <h_u, h_v>) / M^2``: the variance of the updates over clients (Lemma 5.2), to 10 digits."""
-    clients = products.shape[0]
-    value = products.diagonal().mean() - products.sum() / clients**2
-    return float(f"{max(float(value), 0.0):.9e}")
+    return _ten_digits(float(_variance(products)))
+
+
+def _pairs_below(products: Tensor, xi: float) -> Tensor:
+    return (cosines(products) < xi).triu(diagonal=1).sum((-2, -1))
+
+
+def _variance(products: Tensor) -> Tensor:
+    clients = products.shape[-1]
+    return products.diagonal(dim1=-2, dim2=-1).mean(-1) - products.sum((-2, -1)) / clients**2
+
+
+def _ten_digits(value: float) -> float:
+    return float(f"{max(value, 0.0):.9e}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +123,8 @@ class _Lag:
         gated = [key.removeprefix("gate:") for key in memory if key.startswith("gate:")]
         layers = self.layers(cohort.structure, gated)
         updates = reduced["lag"]
-        scores = {name: self.rate([updates[leaf] for leaf in leaves]) for name, leaves in layers.items()}
+        rated = self.rate([[updates[leaf] for leaf in leaves] for leaves in layers.values()])
+        scores = dict(zip(layers, rated, strict=True))
         made = dict(memory)
         for name, value in scores.items():
             made[f"score:{name}"] = torch.tensor(value, dtype=torch.float64)
@@ -121,10 +135,16 @@ class _Lag:
             made |= self.decide(made, layers, cohort)
         return reduced, made
 
-    def rate(self, updates: Sequence[Tensor]) -> float:
-        """The score of one layer."""
-        products = gram(updates)
-        return spread(products) if self.score == "variance" else float(conflicts(products, self.xi))
+    def rate(self, layers: Sequence[Sequence[Tensor]]) -> list[float]:
+        """The score of each layer; the device answers once, and a few Gram matrices are there at a time."""
+        clients = layers[0][0].shape[0]
+        some = max(1, CHUNK // clients**2)
+        found = []
+        for start in range(0, len(layers), some):
+            products = torch.stack([gram(updates) for updates in layers[start : start + some]])
+            found.append(_variance(products) if self.score == "variance" else _pairs_below(products, self.xi))
+        values = torch.cat(found).tolist()
+        return [_ten_digits(v) if self.score == "variance" else float(v) for v in values]
 
     def average(
         self, reduced: Message, memory: Leaves, cohort: Cohort, leaves: Sequence[str]
@@ -134,20 +154,21 @@ class _Lag:
         Clients send how far they moved from their own start; the server stores what each has (as the paper's does).
         """
         rows = cohort.rows if self.weights == "samples" else [1] * len(cohort)
-        share = [n / sum(rows) for n in rows]
-        personal: Leaves = {}
-        for leaf in leaves:
-            sent, moved = cohort.leaves[leaf], reduced["lag"][leaf]
-            keys = [f"own:{client}:{leaf}" for client in cohort.ids]
-            if bool(memory[f"gate:{leaf}"]):
-                own = list((sent + moved).unbind())
-            else:
-                own = [memory.get(key, sent) + moved[i] for i, key in enumerate(keys)]
-                personal[leaf] = sum(
-                    ((q * (v - sent)) for q, v in zip(share, own, strict=True)), torch.zeros_like(sent)
-                )
-            memory |= dict(zip(keys, own, strict=True))
-        return ({**reduced, "personal": personal} if personal else reduced), memory
+        off = tree.off({leaf: memory[f"gate:{leaf}"] for leaf in leaves})
+        sent, moved = cohort.leaves, {leaf: reduced["lag"][leaf].unbind() for leaf in leaves}
+        keys = [(i, leaf, f"own:{client}:{leaf}") for i, client in enumerate(cohort.ids) for leaf in leaves]
+        began = [memory.get(key, sent[leaf]) if leaf in off else sent[leaf] for _, leaf, key in keys]
+        ended = torch._foreach_add(began, [moved[leaf][i] for i, leaf, _ in keys])
+        memory |= {key: value for (_, _, key), value in zip(keys, ended, strict=True)}
+        if not off:
+            return reduced, memory
+        starts = [sent[leaf] for leaf in off]
+        mean = [torch.zeros_like(v) for v in starts]
+        for client, n in zip(cohort.ids, rows, strict=True):
+            gaps = torch._foreach_sub([memory[f"own:{client}:{leaf}"] for leaf in off], starts)
+            torch._foreach_mul_(gaps, n / sum(rows))
+            torch._foreach_add_(mean, gaps)
+        return {**reduced, "personal": dict(zip(off, mean, strict=True))}, memory
 
     def decide(self, memory: Leaves, layers: Layers, cohort: Cohort) -> Leaves:
         """The gates of the next round, as the schedule has it."""
@@ -187,8 +208,7 @@ class _Lag:
     def report(self, memory: Leaves) -> dict[str, Any]:
         """One row of the layer x round matrix of scores, and the layers that are personal in the next round."""
         scores = {k.removeprefix("score:"): float(v) for k, v in memory.items() if k.startswith("score:")}
-        off = [k.removeprefix("gate:") for k, v in memory.items() if k.startswith("gate:") and not bool(v)]
-        return {"score": scores, "personal": off}
+        return {"score": scores, "personal": tree.off(gates({OWNER: memory}))}
 
 
 def gates(memory: Memory) -> Leaves:
