@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fedloom import rng
-from fedloom.aggregators.similarity import WIDTH, cosines, dealt_groups, project, unlike_groups
+from fedloom import rng, transfer
+from fedloom.aggregators.similarity import WIDTH, coordinates, cosines, dealt_groups, project, unlike_groups
 from fedloom.errors import Conflict
 from fedloom.record import Method
 from fedloom.reducers import stack
@@ -45,14 +46,14 @@ def sampled(
     Reference: FedAIMS, section 4.3 and Algorithm 2.
     """
     clustering = assign == "cluster"
+    drawn = lru_cache(maxsize=1)(coordinates)
 
     def give(memory: Leaves, cohort: Cohort) -> Prepared:
         groups = len(places(cohort.structure))
         if not groups:
             return Prepared(memory=memory)
         if assign == "round_robin":
-            index = {name: i for i, name in enumerate(cohort.order)}
-            chosen = {n: (index.get(n, 0) + cohort.round - 1) % groups + 1 for n in cohort.ids}
+            chosen = {n: (max(i, 0) + cohort.round - 1) % groups + 1 for n, i in _indices(cohort).items()}
         else:
             if clustering:
                 parts = unlike_groups(_similarity(memory, cohort), groups)
@@ -61,14 +62,15 @@ def sampled(
                 parts = dealt_groups(draw.permutation(len(cohort)).tolist(), groups)
             chosen = {cohort.ids[i]: block for block, part in enumerate(parts, start=1) for i in part}
         device = next(iter(cohort.leaves.values())).device
-        told = {name: {"block": torch.tensor(block, device=device)} for name, block in chosen.items()}
+        numbers = transfer.onto(torch.tensor(list(chosen.values())), device).unbind()
+        told = {name: {"block": number} for name, number in zip(chosen, numbers, strict=True)}
         return Prepared(memory=memory, addressed=told, keys=chosen)
 
     def learn(reduced: Message, memory: Leaves, cohort: Cohort) -> tuple[Message, Leaves]:
         moved = {n: reduced[BODIES][n] for n in _body(cohort.structure) if n in reduced[BODIES]}
         ends = {k: cohort.leaves[k] + v if similarity == "raw" else v for k, v in moved.items()}
-        vectors = project(ends, cohort.seed).to(memory["latest"])
-        where = torch.tensor([cohort.order.index(n) for n in cohort.ids], device=vectors.device)
+        vectors = project(ends, cohort.seed, drawn=drawn).to(memory["latest"])
+        where = transfer.onto(torch.tensor(list(_indices(cohort).values())), vectors.device)
         latest, known = memory["latest"], memory["known"]
         if not known.numel():
             latest, known = latest.new_zeros(cohort.population, latest.shape[1]), known.new_zeros(cohort.population)
@@ -86,7 +88,8 @@ def sampled(
             raise Conflict(
                 f"'aims' cannot be stacked on {method.text!r}: it uploads no body whose likeness could be found"
             )
-        empty = {"latest": like.new_zeros(0, width), "known": like.new_zeros(0), "facts": like.new_zeros(4)}
+        empty = {"latest": like.new_zeros(0, width), "known": like.new_zeros(0)}
+        empty["facts"] = torch.zeros(4, dtype=like.dtype)  # of the host, which makes them and reports them
         return empty if period == 1 else empty | {"used": empty["latest"], "used_known": empty["known"]}
 
     def report(memory: Leaves) -> dict[str, float]:
@@ -106,11 +109,16 @@ def sampled(
 def _similarity(memory: Leaves, cohort: Cohort) -> np.ndarray:
     """Pairwise similarity of the cohort's clients from the last refresh; 0 for clients that are not known."""
     vectors, known = memory.get("used", memory["latest"]), memory.get("used_known", memory["known"])
-    index = {name: i for i, name in enumerate(cohort.order)}
-    there = [index[n] if n in index and known.numel() else None for n in cohort.ids]
-    rows: list[Tensor] = [vectors.new_zeros(vectors.shape[1]) if i is None else vectors[i] for i in there]
-    flags = [known.new_zeros(()) if i is None else known[i] for i in there]
+    there = [i if known.numel() else -1 for i in _indices(cohort).values()]
+    rows: list[Tensor] = [vectors.new_zeros(vectors.shape[1]) if i < 0 else vectors[i] for i in there]
+    flags = [known.new_zeros(()) if i < 0 else known[i] for i in there]
     return cosines(torch.stack(rows), torch.stack(flags))
+
+
+def _indices(cohort: Cohort) -> dict[str, int]:
+    """Where the clients of a round stand in the federation; -1 for one that is not of it."""
+    index = {name: i for i, name in enumerate(cohort.order)}
+    return {name: index.get(name, -1) for name in cohort.ids}
 
 
 def _body(structure: Structure) -> tuple[str, ...]:
@@ -119,7 +127,7 @@ def _body(structure: Structure) -> tuple[str, ...]:
 
 def _facts(moved: Leaves, mean: Leaves, vectors: Tensor) -> Tensor:
     """``kappa^2 = max_i ||phi - phi_i||^2`` of the round (Theorem 1), and the spread of the pairs' similarities."""
-    gaps = [((v - mean[k]) ** 2).flatten(1).sum(1).double() for k, v in moved.items()]
+    gaps = [((v - mean[k]) ** 2).flatten(1).sum(1) for k, v in moved.items()]
     pairs = cosines(vectors, vectors.new_ones(len(vectors)))[np.triu_indices(len(vectors), 1)]
     spread = (pairs.min(), pairs.mean(), pairs.max()) if pairs.size else (0.0, 0.0, 0.0)
-    return torch.tensor([float(torch.stack(gaps).sum(0).max()), *map(float, spread)])
+    return torch.tensor([float(torch.stack(gaps).double().sum(0).max()), *map(float, spread)])

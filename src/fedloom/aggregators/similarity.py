@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -11,9 +11,29 @@ from torch import Tensor
 from fedloom import rng
 
 WIDTH = 4096
+CHUNK = 1 << 24
+"""Numbers that are held in float64 at a time."""
+
+Sizes = tuple[tuple[str, int], ...]
 
 
-def project(bodies: Mapping[str, Tensor], seed: int, width: int = WIDTH) -> Tensor:
+def coordinates(seed: int, sizes: Sizes, width: int, device: torch.device) -> list[tuple[Tensor, Tensor]]:
+    """For every coordinate of the named vectors which of ``width`` sums it is added to, and with which sign."""
+    found = []
+    for name, size in sizes:
+        draw = rng.stream(seed, "sample", "projection", name)
+        where = torch.from_numpy(draw.integers(0, width, size))
+        sign = torch.from_numpy((draw.integers(0, 2, size) * 2 - 1).astype(np.int8))
+        found.append((where.to(device), sign.to(device)))
+    return found
+
+
+def project(
+    bodies: Mapping[str, Tensor],
+    seed: int,
+    width: int = WIDTH,
+    drawn: Callable[[int, Sizes, int, torch.device], Sequence[tuple[Tensor, Tensor]]] = coordinates,
+) -> Tensor:
     """Clients x width: a seeded random projection of stacked leaves (clients x ...) that keeps inner products on average.
 
     Every coordinate is added to one of ``width`` sums, with a random sign. Vectors that are no longer than ``width`` stay as they
@@ -23,6 +43,7 @@ def project(bodies: Mapping[str, Tensor], seed: int, width: int = WIDTH) -> Tens
         bodies: leaves of the clients' models, stacked along axis 0.
         seed: of the run.
         width: length of the projection.
+        drawn: :func:`coordinates`, or the same that remembers them: drawing takes longer than all the rest.
 
     Reference: Charikar et al., Finding Frequent Items in Data Streams, 2002.
     """
@@ -30,13 +51,13 @@ def project(bodies: Mapping[str, Tensor], seed: int, width: int = WIDTH) -> Tens
     if sum(v.shape[1] for v in flat.values()) <= width:
         return torch.cat(list(flat.values()), 1).double()
     first = next(iter(flat.values()))
-    sums = torch.zeros(first.shape[0], width, dtype=torch.float64, device=first.device)
-    for name, values in flat.items():
-        draw = rng.stream(seed, "sample", "projection", name)
-        where = torch.from_numpy(draw.integers(0, width, values.shape[1])).to(first.device)
-        sign = torch.from_numpy(draw.integers(0, 2, values.shape[1]) * 2 - 1).to(first.device)
-        for k in range(values.shape[0]):
-            sums[k].index_add_(0, where, values[k].double() * sign)
+    clients = first.shape[0]
+    sums = torch.zeros(clients, width, dtype=torch.float64, device=first.device)
+    found = drawn(seed, tuple((k, v.shape[1]) for k, v in flat.items()), width, first.device)
+    for values, (where, sign) in zip(flat.values(), found, strict=True):
+        pieces = (t.split(max(1, CHUNK // clients), dim=-1) for t in (values, where, sign))
+        for piece, at, signed in zip(*pieces, strict=True):
+            sums.scatter_add_(1, at.expand(clients, -1), piece.double() * signed)
     return sums
 
 
