@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+import torch
+
 from fedloom import tree
 from fedloom.objectives import inner_product
 from fedloom.record import Method
@@ -37,19 +39,21 @@ def control_variates(eta_g: float = 1.0) -> Callable[[Method], Method]:
 
     def renew(message: Message, memory: Leaves, seen: Seen) -> tuple[Message, Leaves]:
         c, new = seen.broadcast[OWNER], {}
+        alike = {seen.specs[name].phases: name for name in memory}
+        made = {phases: seen.steps_of(name).clamp(min=1) * seen.lr_of(name) for phases, name in alike.items()}
         for name, old in memory.items():
-            made = seen.steps_of(name).clamp(min=1) * seen.lr_of(name)
-            drift = (seen.received[name] - seen.final[name]) / made
+            drift = (seen.received[name] - seen.final[name]) / made[seen.specs[name].phases]
             new[name] = seen.gated(name, old - c[name] + drift)
         change = {name: seen.gated(name, new[name] - memory[name]) for name in new}
         return {**message, "control": change}, new
 
     def settle(reduced: Message, memory: Leaves, cohort: Cohort) -> tuple[Message, Leaves]:
         share = len(cohort) / cohort.population
-        moved = tree.add(memory, tree.scale(reduced["control"], share))
+        old, change = list(memory.values()), [reduced["control"][name] for name in memory]
+        moved = torch._foreach_add(old, torch._foreach_mul(change, share)) if memory else ()
         if eta_g != 1:
             reduced = {**reduced, "delta": tree.scale(reduced["delta"], eta_g)}
-        return reduced, moved
+        return reduced, dict(zip(memory, moved, strict=True))
 
     def apply(method: Method) -> Method:
         stage = Stage(owner=OWNER, fn=renew, entries={"control": mean("uniform")}, memory=zeros)
