@@ -14,7 +14,7 @@ from typing import Literal
 
 import torch
 
-from fedloom import tree
+from fedloom import transfer, tree
 from fedloom.errors import RunError
 from fedloom.types import Leaves, Message
 
@@ -55,7 +55,7 @@ class Reducer:
         elif self.weight == "uniform":
             raw = [1.0] * len(messages)
         else:
-            raw = [float(m[self.weight]["weight"].double()) for m in messages]
+            raw = transfer.read([m[self.weight]["weight"].reshape(()) for m in messages])
             if self.log:
                 top = max(raw)
                 raw = [math.exp(v - top) for v in raw] if math.isfinite(top) else [math.nan]

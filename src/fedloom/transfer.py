@@ -20,7 +20,13 @@ def read(values: Sequence[Tensor]) -> list[float]:
         >>> read([torch.tensor(1.5), torch.tensor(2.0, dtype=torch.float64)])
         [1.5, 2.0]
     """
-    if len({v.dtype for v in values}) > 1:
-        values = [v.double() for v in values]
-    found: list[float] = torch.stack(list(values)).tolist() if values else []
-    return found
+    kinds: dict[torch.dtype, list[int]] = {}
+    for i, value in enumerate(values):
+        kinds.setdefault(value.dtype, []).append(i)
+    if len(kinds) < 2:
+        found: list[float] = torch.stack(list(values)).tolist() if values else []
+        return found
+    # A conversion a type, not one a tensor: each is a kernel of its own.
+    told: list[float] = torch.cat([torch.stack([values[i] for i in at]).double() for at in kinds.values()]).tolist()
+    places = [i for at in kinds.values() for i in at]
+    return [value for _, value in sorted(zip(places, told, strict=True))]

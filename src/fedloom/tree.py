@@ -135,11 +135,19 @@ def off(gates: Leaves) -> list[str]:
 def finite(trees: Sequence[Leaves], others: Sequence[Tensor] = ()) -> tuple[list[bool], list[float]]:
     """For each tree whether it holds no NaN and no infinity, and the values of other tensors of one element.
 
-    There is one answer from the device, not one per tensor: each makes the host wait for all that was begun there.
+    There is one answer from the device, not one per tensor: each makes the host wait for all that was begun there. The
+    largest size of an element is infinite or NaN exactly if some element is, which cannot be said of a sum; one tensor in
+    a list that has another type or gaps would have all of them looked at one by one.
     """
     floating = [[v for v in tree.values() if v.is_floating_point() and v.numel()] for tree in trees]
     values = [v for own in floating for v in own]
-    sizes: Sequence[Tensor] = torch._foreach_norm(values, math.inf) if values else ()
+    kinds: dict[tuple[torch.dtype, bool], list[int]] = {}
+    for i, value in enumerate(values):
+        kinds.setdefault((value.dtype, value.is_contiguous()), []).append(i)
+    sizes = list(values)
+    for at in kinds.values():
+        for i, size in zip(at, torch._foreach_norm([values[i] for i in at], math.inf), strict=True):
+            sizes[i] = size
     told = iter(transfer.read([*sizes, *others]))
     sound = [all(list(map(math.isfinite, islice(told, len(own))))) for own in floating]
     return sound, list(told)

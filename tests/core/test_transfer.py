@@ -1,0 +1,56 @@
+"""Questions to the device: what is asked, how often, and that the answers are right."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from fedloom import transfer, tree
+from fedloom.reducers import mean
+
+
+def test_values_of_several_types_come_back_in_order() -> None:
+    kinds = [torch.float32, torch.int64, torch.float64, torch.bfloat16, torch.float32, torch.float64]
+    values = [torch.tensor(i + 0.5, dtype=torch.float64).to(kind) for i, kind in enumerate(kinds)]
+    values.append(torch.tensor(math.nan))
+    found = transfer.read(values)
+    assert found[:-1] == [float(v) for v in values[:-1]]
+    assert math.isnan(found[-1])
+    assert transfer.read([]) == []
+
+
+@pytest.mark.parametrize("kind", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, None])
+def test_what_is_finite(kind: torch.dtype, bad: float | None) -> None:
+    """The largest numbers of a type are finite though their sum is not; one bad element condemns its tree alone."""
+    top = torch.finfo(kind).max
+    whole = torch.full((3, 70_001), top, dtype=kind)
+    whole[:, ::2] = -top
+    gaps = torch.full((4, 6), top, dtype=kind)[:, ::3]
+    common = torch.tensor(top, dtype=kind).expand(5)
+    trees = [{"row": row, "gaps": gaps, "one": common, "double": torch.ones(2).double()} for row in whole.unbind(0)]
+    trees.append({"count": torch.tensor([1, 2]), "none": torch.empty(0, dtype=kind)})
+    if bad is not None:
+        whole[1, -1] = bad
+    sound, told = tree.finite(trees, [torch.tensor(7.0), torch.tensor(2, dtype=torch.int64)])
+    assert sound == [True, bad is None, True, True]
+    assert told == [7.0, 2.0]
+
+
+def test_uploaded_weights_are_read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = list[str]()
+    for name in ("item", "tolist", "__float__"):
+        plain = getattr(torch.Tensor, name)
+
+        def ask(self: torch.Tensor, *args: Any, plain: Any = plain, name: str = name) -> Any:
+            asked.append(name)
+            return plain(self, *args)
+
+        monkeypatch.setattr(torch.Tensor, name, ask)
+    shapes = [(), (1,), ()]
+    messages = [{"q": {"weight": torch.full(s, float(i))}} for i, s in enumerate(shapes, 1)]
+    assert mean("q").weights(messages, [1, 1, 1]) == [1 / 6, 2 / 6, 3 / 6]
+    assert asked == ["tolist"]
