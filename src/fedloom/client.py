@@ -7,6 +7,7 @@ is the business of a :class:`Layout`, which an engine provides.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import islice
 from typing import Any, Protocol
 
@@ -24,6 +25,9 @@ from fedloom.stepping import Stepper
 from fedloom.types import Batch, Inputs, Leaves, Memory, Message, Seen
 from fedloom.view import View
 from fedloom.work import ClientState, Participant, Post, Reply, Work
+
+See = Callable[..., Seen]
+"""What makes of a client's private part what the client sees: :meth:`Desk.see`, or the same with values at fixed addresses."""
 
 
 class Layout(Protocol):
@@ -53,8 +57,37 @@ class Layout(Protocol):
     def sweep(self, desk: Desk, rows: str, size: int | str = SWEEP_BATCH) -> Iterator[Batch]:
         """All rows in order."""
 
+    def adder(self, desk: Desk, step: Sweep | Judge, fn: Callable[..., Leaves]) -> Adder:
+        """What adds up a statistic of these rows."""
+
     def trim(self, desk: Desk, rows: str, kept: Tensor) -> Sequence[Tensor]:
         """Per client the kept values of its real rows."""
+
+
+class Adder:
+    """Adds up a statistic of the clients' rows, batch by batch.
+
+    Args:
+        desk: where the clients work.
+        step: what asks for it.
+        fn: the statistic of one client's batch: ``(see, leaves, private, packed) -> dict of tensors``.
+    """
+
+    def __init__(self, desk: Desk, step: Sweep | Judge, fn: Callable[..., Leaves]) -> None:
+        self.desk, self.step, self.fn = desk, step, fn
+        self.leaves = desk.layout.suited(desk.bound, desk.leaves)
+        self.sums: Leaves | None = None
+
+    def add(self, packed: dict[str, Any]) -> None:
+        """Adds the statistic of a batch."""
+        desk = self.desk
+        part = desk.layout.call(partial(self.fn, desk.see), self.leaves, desk.private, packed)
+        self.sums = part if self.sums is None else tree.add(self.sums, part)
+
+    def total(self) -> Leaves:
+        """The sums over all batches."""
+        assert self.sums is not None, "a sweep over no rows"
+        return self.sums
 
 
 class Desk:
@@ -207,8 +240,8 @@ class Desk:
         """One pass over the training rows that adds up a statistic."""
         taps = {step.name: self.bound.taps(step.taps)}
 
-        def fn(leaves: Leaves, private: dict[str, Any], packed: dict[str, Any]) -> Leaves:
-            seen = self.see(private)
+        def fn(see: See, leaves: Leaves, private: dict[str, Any], packed: dict[str, Any]) -> Leaves:
+            seen = see(private)
             if step.at == "received":
                 leaves = {**leaves, **seen.received}
             elif callable(step.at):
@@ -221,7 +254,7 @@ class Desk:
             )
 
         asked = self.work.batch_size if step.batch_size == "run" else step.batch_size
-        sums = self._accumulate(fn, "train", asked)
+        sums = self._accumulate(step, fn, "train", asked)
         if step.finish is not None:
             finish = step.finish
             sums = self.layout.call(lambda s, private: finish(s, self.see(private)), sums, self.private)
@@ -231,13 +264,13 @@ class Desk:
         """The model on rows it was not trained on."""
         task = self.bound.task
 
-        def fn(leaves: Leaves, private: dict[str, Any], packed: dict[str, Any]) -> Leaves:
+        def fn(see: See, leaves: Leaves, private: dict[str, Any], packed: dict[str, Any]) -> Leaves:
             batch = Batch.unpacked(packed)
-            output = self._output(leaves, private, batch, step.route)
+            output = self._output(leaves, see(private), batch, step.route)
             return task.statistics(output, batch) if task.statistics is not None else {"output": output, "y": batch.y}
 
         if task.statistics is not None:
-            self.judged[step.name] = (self._accumulate(fn, step.rows), {})
+            self.judged[step.name] = (self._accumulate(step, fn, step.rows), {})
         else:
             self.judged[step.name] = ({}, self._keep(fn, step.rows))
 
@@ -246,10 +279,10 @@ class Desk:
         """Output of one client's own model for some inputs."""
         first = x if isinstance(x, Tensor) else next(iter(x.values() if isinstance(x, dict) else x))
         batch = Batch(x, torch.zeros(first.shape[0], dtype=torch.long, device=first.device))
-        return self._output(self.leaves, self.private, batch, route=True)
+        return self._output(self.leaves, self.see(self.private), batch, route=True)
 
-    def _output(self, leaves: Leaves, private: Mapping[str, Any], batch: Batch, route: bool) -> Tensor:
-        rule, seen = self.bound.method.evaluate, self.see(private)
+    def _output(self, leaves: Leaves, seen: Seen, batch: Batch, route: bool) -> Tensor:
+        rule = self.bound.method.evaluate
         predict = rule.predict if route else None
         taps = {} if predict is None else {"predict": self.bound.taps(rule.taps)}
         view = View(self.bound, leaves, batch, seen, copy=rule.copy if route else "main", taps=taps)
@@ -314,21 +347,21 @@ class Desk:
     # Details.
 
     @torch.no_grad()
-    def _accumulate(self, fn: Callable[..., Leaves], rows: str, asked: int | str | None = None) -> Leaves:
-        sums: Leaves | None = None
+    def _accumulate(
+        self, step: Sweep | Judge, fn: Callable[..., Leaves], rows: str, asked: int | str | None = None
+    ) -> Leaves:
         whose: Rows = getattr(self.participants[0].site, rows)
         cells = sum(t[:1].numel() for t in pytree.tree_leaves(whose.x))
         size = sweep_rows(cells) if asked is None else asked
-        leaves = self.layout.suited(self.bound, self.leaves)
+        adder = self.layout.adder(self, step, fn)
         for batch in self.layout.sweep(self, rows, size):
-            part = self.layout.call(fn, leaves, self.private, batch.packed())
-            sums = part if sums is None else tree.add(sums, part)
-        assert sums is not None, "a sweep over no rows"
-        return sums
+            adder.add(batch.packed())
+        return adder.total()
 
     @torch.no_grad()
     def _keep(self, fn: Callable[..., Leaves], rows: str) -> dict[str, Sequence[Tensor]]:
         leaves = self.layout.suited(self.bound, self.leaves)
-        parts = [self.layout.call(fn, leaves, self.private, b.packed()) for b in self.layout.sweep(self, rows)]
+        one = partial(fn, self.see)
+        parts = [self.layout.call(one, leaves, self.private, b.packed()) for b in self.layout.sweep(self, rows)]
         axis = self.private["n"].dim()
         return {k: self.layout.trim(self, rows, torch.cat([p[k] for p in parts], axis)) for k in parts[0]}

@@ -11,10 +11,10 @@ from torch import Tensor
 from fedloom import batches, rng
 from fedloom.batches import SWEEP_BATCH
 from fedloom.bound import Bound, BoundPhase
-from fedloom.client import Desk
+from fedloom.client import Adder, Desk
 from fedloom.data import Rows
 from fedloom.network import suited
-from fedloom.slots import Program
+from fedloom.slots import Judge, Program, Sweep
 from fedloom.stepping import Stepper
 from fedloom.transfer import onto
 from fedloom.types import Batch, Leaves
@@ -66,6 +66,10 @@ class Single:
         for low, high in batches.in_order(len(part), size):
             some = part.take(torch.arange(low, high, device=part.y.device))
             yield Batch(some.x, some.y)
+
+    def adder(self, desk: Desk, step: Sweep | Judge, fn: Callable[..., Leaves]) -> Adder:
+        """The plain one."""
+        return Adder(desk, step, fn)
 
     def trim(self, desk: Desk, rows: str, kept: Tensor) -> Sequence[Tensor]:
         """Every row is real."""

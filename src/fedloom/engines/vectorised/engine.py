@@ -14,6 +14,7 @@ from fedloom.engines.vectorised import waves
 from fedloom.engines.vectorised.feed import Pools
 from fedloom.engines.vectorised.graphed import Arenas
 from fedloom.engines.vectorised.layout import Stacked
+from fedloom.engines.vectorised.sweeping import Grounds
 from fedloom.engines.vectorised.traced import TRACE_STEPS, Traces
 from fedloom.errors import RunError, UserError
 from fedloom.slots import Program
@@ -45,7 +46,7 @@ class VectorisedEngine:
         self.step, self.wave, self.unpadded = step, wave, unpadded
         self.pools = Pools()
         self.traces = None if step == "mapped" else Traces(TRACE_STEPS if step == "auto" else 1, step == "compiled")
-        self.arenas = Arenas()
+        self.arenas, self.grounds = Arenas(), Grounds()
         self.events: list[str] = []
         self.told: Callable[[int], None] | None = None
 
@@ -76,8 +77,9 @@ class VectorisedEngine:
 
     def _wave(self, bound: Bound, work: Work, program: Program, post: Post, wave: list[Participant]) -> list[Reply]:
         try:
-            arenas = self.arenas if self._captures(next(iter(post.leaves.values()))) else None
-            layout = Stacked(self.pools, self.traces, unpadded=self.unpadded, arenas=arenas)
+            captured = self._captures(next(iter(post.leaves.values())))
+            arenas, grounds = (self.arenas, self.grounds) if captured else (None, None)
+            layout = Stacked(self.pools, self.traces, unpadded=self.unpadded, arenas=arenas, grounds=grounds)
             desk = Desk(bound, work, post, wave, layout)
             desk.run(program)
             return desk.replies(read=False)
@@ -97,6 +99,7 @@ class VectorisedEngine:
             self.told(self.wave)
         self.pools.clear()
         self.arenas.known.clear()
+        self.grounds.known.clear()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         halves = (wave[:half], wave[half:])

@@ -24,6 +24,8 @@ from fedloom.types import Batch, Inputs
 
 KEPT_BYTES = 1 << 30
 """How many bytes of laid-out rows are kept for the next round."""
+SWEEP_GRAIN = 32
+"""Rows to a multiple of which padded batches of a captured sweep are widened, so that few shapes occur."""
 BLOCK_BYTES = 1 << 20
 """How many bytes of batches are gathered at once: they should still be in the processor's cache when their step comes."""
 
@@ -225,17 +227,39 @@ class Feed:
         return made
 
 
-def sweep(pool: Pool, dtype: torch.dtype, size: int | str = SWEEP_BATCH) -> Iterator[Batch]:
+def sweep_widths(
+    bounds: Sequence[Sequence[tuple[int, int]]], size: int | str = SWEEP_BATCH, grain: int = 1
+) -> list[tuple[int, bool]]:
+    """Rows of each batch of a sweep of several clients, and whether some of them are padding.
+
+    Args:
+        bounds: per client the bounds of its batches.
+        size: rows of a full batch.
+        grain: rows to a multiple of which a padded batch is widened, up to a full one.
+
+    Example:
+        >>> sweep_widths([[(0, 128), (128, 170)], [(0, 128), (128, 160)]], grain=32)
+        [(128, False), (64, True)]
+    """
+    most = SWEEP_BATCH if size == "full" else min(int(size), SWEEP_BATCH)
+    found = []
+    for step in range(max(len(b) for b in bounds)):
+        lengths = [b[step][1] - b[step][0] if step < len(b) else 0 for b in bounds]
+        width, padded = max(lengths), min(lengths) < max(lengths)
+        found.append((max(width, min(-(-width // grain) * grain, most)) if padded else width, padded))
+    return found
+
+
+def sweep(pool: Pool, dtype: torch.dtype, size: int | str = SWEEP_BATCH, grain: int = 1) -> Iterator[Batch]:
     """All rows of every client in order; a client that has run out holds padding only."""
     bounds = [batches.in_order(len(p), size) for p in pool.parts]
     device = pool.y.device
-    for step in range(max(len(b) for b in bounds)):
+    for step, (width, padded) in enumerate(sweep_widths(bounds, size, grain)):
         here = [b[step] if step < len(b) else (0, 0) for b in bounds]
-        width = max(high - low for low, high in here)
         index = np.full((len(here), width), pool.zero, np.int64)
         mask = np.zeros((len(here), width), bool)
         for i, (low, high) in enumerate(here):
             index[i, : high - low] = np.arange(low, high) + pool.offsets[i]
             mask[i, : high - low] = True
-        rows = None if mask.all() else onto(torch.from_numpy(mask), device).to(dtype)
+        rows = onto(torch.from_numpy(mask), device).to(dtype) if padded else None
         yield pool.take(onto(torch.from_numpy(index), device), rows)

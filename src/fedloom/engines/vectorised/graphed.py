@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import gc
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -69,6 +69,37 @@ class Arenas:
             if collecting:
                 gc.enable()
         return graph.replay
+
+    def record(self, body: Replay, mutable: Sequence[Tensor], touched: set[str], what: str) -> Replay | None:
+        """A replay of ``body``, which is tried once as it is, undone, then captured; None and a note where it cannot be.
+
+        Args:
+            body: what is repeated.
+            mutable: the tensors that it changes.
+            touched: where client code notes which changing Python numbers it reads: these would be baked in.
+            what: the name of it in a note.
+        """
+        before = tree.copies(mutable)
+        try:
+            if torch.cuda.is_available():
+                side = torch.cuda.Stream()
+                side.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(side):
+                    body()
+                torch.cuda.current_stream().wait_stream(side)
+            else:
+                body()
+            tree.overwrite(mutable, before)
+            if touched:
+                raise ValueError(f"client code reads {', '.join(sorted(touched))}, which change from round to round")
+            return self.capture(body)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            why = str(error).strip().splitlines()
+            self.notes.append(f"{what} is mapped, not captured: {why[0] if why else repr(error)}")
+            tree.overwrite(mutable, before)
+            return None
 
 
 class Arena:
@@ -209,36 +240,15 @@ class GraphedStepper(MappedStepper):
     def _capture(
         self, arena: Arena, tick: Tick, packed: dict[str, Any], active: Tensor | None
     ) -> tuple[Replay, dict[str, Any]] | None:
-        """A graph of one step at a width: tried once as it is, undone, then captured."""
+        """A graph of one step at a width."""
         inputs = pytree.tree_map(lambda t: t.clone(), self._inputs(packed, active, tick))
-        before = [t.clone() for t in arena.mutable()]
-        body = self._body(arena, tick, inputs)
-        try:
-            if torch.cuda.is_available():
-                side = torch.cuda.Stream()
-                side.wait_stream(torch.cuda.current_stream())
-                with torch.cuda.stream(side):
-                    body()
-                torch.cuda.current_stream().wait_stream(side)
-            else:
-                body()
-            tree.overwrite(arena.mutable(), before)
-            if arena.touched:
-                raise ValueError(
-                    f"client code reads {', '.join(sorted(arena.touched))}, which change from round to round"
-                )
-            return self.arenas.capture(body), inputs
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:
-            why = str(error).strip().splitlines()
-            self.arenas.notes.append(
-                f"phase {self.phase.phase.name!r} is mapped, not captured: {why[0] if why else error!r}"
-            )
+        body, what = self._body(arena, tick, inputs), f"phase {self.phase.phase.name!r}"
+        replay = self.arenas.record(body, arena.mutable(), arena.touched, what)
+        if replay is None:
             self.arenas.refused.add(self.key)
             self.failed = True
-            tree.overwrite(arena.mutable(), before)
             return None
+        return replay, inputs
 
     def _body(self, arena: Arena, tick: Tick, inputs: dict[str, Any]) -> Replay:
         """One step on the front of an arena, in place."""

@@ -13,13 +13,15 @@ from torch.utils import _pytree as pytree
 from fedloom import batches
 from fedloom.batches import SWEEP_BATCH
 from fedloom.bound import Bound, BoundPhase
-from fedloom.client import Desk
+from fedloom.client import Adder, Desk
 from fedloom.engines.loop import rows_of
 from fedloom.engines.vectorised import feed
 from fedloom.engines.vectorised.compiled import CompiledStepper, eligible
 from fedloom.engines.vectorised.graphed import Arenas, GraphedStepper
 from fedloom.engines.vectorised.stepper import MappedStepper
+from fedloom.engines.vectorised.sweeping import CapturedAdder, Grounds
 from fedloom.engines.vectorised.traced import Traces
+from fedloom.slots import Judge, Sweep
 from fedloom.types import Batch, Leaves
 
 
@@ -31,12 +33,21 @@ class Stacked:
         traces: traced steps, if the engine traces any.
         unpadded: whether batches of unequal length are made one length at a time.
         arenas: captured steps, if the engine captures any.
+        grounds: captured sweeps, if the engine captures any.
     """
 
     def __init__(
-        self, pools: feed.Pools, traces: Traces | None = None, *, unpadded: bool = False, arenas: Arenas | None = None
+        self,
+        pools: feed.Pools,
+        traces: Traces | None = None,
+        *,
+        unpadded: bool = False,
+        arenas: Arenas | None = None,
+        grounds: Grounds | None = None,
     ) -> None:
         self.pools, self.traces, self.unpadded, self.arenas = pools, traces, unpadded, arenas
+        self.grounds = grounds
+        self.grain = 1 if grounds is None or unpadded else feed.SWEEP_GRAIN
 
     def gather(self, values: Sequence[Tensor]) -> Tensor:
         """Stacks the clients' values; one value that all share is expanded, not copied."""
@@ -78,13 +89,19 @@ class Stacked:
     def sweep(self, desk: Desk, rows: str, size: int | str = SWEEP_BATCH) -> Iterator[Batch]:
         """All rows in order; a client that has run out holds padding only."""
         pool = self.pools.of([rows_of(p, rows) for p in desk.participants])
-        return feed.sweep(pool, desk.bound.structure.dtype, size)
+        return feed.sweep(pool, desk.bound.structure.dtype, size, self.grain)
+
+    def adder(self, desk: Desk, step: Sweep | Judge, fn: Callable[..., Leaves]) -> Adder:
+        """Batches of the whole wave."""
+        if self.arenas is not None and self.grounds is not None:
+            return CapturedAdder(desk, step, fn, self.arenas, self.grounds)
+        return Adder(desk, step, fn)
 
     def trim(self, desk: Desk, rows: str, kept: Tensor) -> Sequence[Tensor]:
         """Per client the values of its real rows."""
         parts = [rows_of(p, rows) for p in desk.participants]
         bounds = [batches.in_order(len(p)) for p in parts]
-        widths = [max(b[s][1] - b[s][0] for b in bounds if s < len(b)) for s in range(max(len(b) for b in bounds))]
+        widths = [width for width, _ in feed.sweep_widths(bounds, grain=self.grain)]
         offsets = np.concatenate([[0], np.cumsum(widths)])
         found = []
         for i, own in enumerate(bounds):

@@ -1,0 +1,228 @@
+"""Captured sweeps: on CUDA the statistic of one batch of a sweep becomes a graph that is replayed batch after batch.
+
+What a sweep reads besides its batches (leaves, what clients have, what everybody received) lies at fixed addresses, into
+which it is copied once a sweep; a graph adds what it computes to sums at fixed addresses. A shape is captured when the
+third sweep comes upon it: the one evaluation at the end of a run is not worth a graph. On a CPU the same code runs
+uncaptured.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Hashable
+from functools import reduce
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from fedloom import tree
+from fedloom.bound import Bound
+from fedloom.client import Adder, Desk
+from fedloom.engines.vectorised.graphed import Arenas, Replay
+from fedloom.engines.vectorised.traced import common_of, watched
+from fedloom.slots import Judge, Sweep
+from fedloom.types import Leaves
+
+WORTH = 3
+"""The sweep of a run, counted by shape, that is captured."""
+KEPT_GRAPHS = 16
+"""How many graphs of sweeps are kept, the last used ones."""
+
+
+Types = tuple[torch.dtype, ...]
+
+
+def _spread_dims(value: Tensor) -> tuple[int, ...]:
+    return tuple(d for d, (n, step) in enumerate(zip(value.shape, value.stride(), strict=True)) if not step and n > 1)
+
+
+def distinct(values: Any) -> tuple[Hashable, list[int], list[Tensor]]:
+    """How tensors lie, where each is found among those that differ, and these: what all clients share is one tensor.
+
+    Example:
+        >>> one = torch.zeros(3)
+        >>> _, places, tensors = distinct({"received": one, "leaves": one.expand(5, 3), "n": torch.ones(5)})
+        >>> places, [tuple(t.shape) for t in tensors]
+        ([0, 0, 1], [(3,), (5,)])
+    """
+    known: dict[Hashable, int] = {}
+    facts: list[Hashable] = []
+    places: list[int] = []
+    tensors: list[Tensor] = []
+    for path, value in tree.spread(values).items():
+        core, dims = value, _spread_dims(value)
+        for dim in reversed(dims):
+            core = core.select(dim, 0)
+        lies = (core.shape, core.stride(), core.dtype)
+        places.append(known.setdefault((core.data_ptr(), *lies), len(tensors)))
+        if places[-1] == len(tensors):
+            tensors.append(core)
+        facts.append((path, value.shape, dims, lies, places[-1]))
+    return tuple(facts), places, tensors
+
+
+class Ground:
+    """Tensors at fixed addresses for one sweep of one wave.
+
+    Args:
+        values: leaves, what clients have, and what everybody received, with the shapes to be.
+        sums: what the sweep adds up, with the shapes and types to be.
+        bound: kept, since graphs read its tensors and since it is told from others by its address.
+    """
+
+    def __init__(self, values: tuple[Any, ...], sums: Leaves, bound: Bound) -> None:
+        _, places, tensors = distinct(values)
+        self.tensors = [torch.empty_like(t) for t in tensors]
+        here: dict[int, Tensor] = {}
+        for value, place in zip(tree.spread(values).values(), places, strict=True):
+            static = self.tensors[place]
+            for dim in _spread_dims(value):
+                static = static.unsqueeze(dim)
+            here[id(value)] = static.expand(value.shape)
+        self.leaves, self.private, self.common = pytree.tree_map(lambda t: here[id(t)], values)
+        self.sums = {k: torch.zeros_like(v, memory_format=torch.contiguous_format) for k, v in sums.items()}
+        self.graphs: OrderedDict[Hashable, tuple[Replay, list[Tensor], Types]] = OrderedDict()
+        self.bound = bound
+
+
+class Grounds:
+    """The captured sweeps of a run.
+
+    Attributes:
+        known: by sweep and by how its tensors lie, the last used ones.
+        times: how many sweeps came upon each shape of batch.
+    """
+
+    def __init__(self) -> None:
+        self.known: OrderedDict[Hashable, Ground] = OrderedDict()
+        self.times: dict[Hashable, Counter[Hashable]] = {}
+
+    def keep(self, key: Hashable, ground: Ground) -> None:
+        """Keeps a ground, and drops graphs unused for longest."""
+        self.known[key] = ground
+        self.known.move_to_end(key)
+        while sum(len(g.graphs) for g in self.known.values()) > KEPT_GRAPHS:
+            oldest, first = next(iter(self.known.items()))
+            first.graphs.popitem(last=False)
+            if not first.graphs:
+                del self.known[oldest]
+
+
+class CapturedAdder(Adder):
+    """Adds up a statistic for a wave of clients, each batch the replay of a captured graph."""
+
+    def __init__(
+        self, desk: Desk, step: Sweep | Judge, fn: Callable[..., Leaves], arenas: Arenas, grounds: Grounds
+    ) -> None:
+        super().__init__(desk, step, fn)
+        self.arenas, self.grounds = arenas, grounds
+        self.name: Hashable = (id(desk.bound), step, desk.participants[0].key)
+        self.off = self.name in arenas.refused
+        self.values = (self.leaves, desk.private, common_of(desk))
+        self.settled: Ground | None = None
+        self.inside = False
+        self.met: set[Hashable] = set()
+        self.types: set[Types] = set()
+        if not self.off:
+            facts, _, self.tensors = distinct(self.values)
+            post = desk.post
+            self.key: Hashable = (self.name, post.cohort, post.population, tuple(desk.momenta.items()), facts)
+            self.times = grounds.times.setdefault(self.key, Counter())
+
+    def add(self, packed: dict[str, Any]) -> None:
+        """One replay, where the shape of the batch has been captured."""
+        if self.off:
+            super().add(packed)
+            return
+        parts = tree.spread(packed)
+        shape = tuple((path, t.shape, t.dtype) for path, t in parts.items())
+        ground = self.grounds.known.get(self.key)
+        made = None if ground is None else ground.graphs.get(shape)
+        if ground is None or made is None:
+            self._leave()
+            super().add(packed)
+            if self._worth(shape):
+                self._capture(shape, packed)
+            return
+        self._enter(ground)
+        ground.graphs.move_to_end(shape)
+        replay, inputs, types = made
+        tree.overwrite(inputs, parts.values())
+        replay()
+        self.types.add(types)
+
+    def total(self) -> Leaves:
+        """The sums, which are the caller's own."""
+        self._leave()
+        return super().total()
+
+    def _worth(self, shape: Hashable) -> bool:
+        if shape not in self.met:
+            self.met.add(shape)
+            self.times[shape] += 1
+        return self.times[shape] >= WORTH
+
+    def _settle(self, ground: Ground) -> None:
+        """Copies what the sweep reads to its fixed addresses, once."""
+        if self.settled is not ground:
+            tree.overwrite(ground.tensors, self.tensors)
+            self.settled = ground
+
+    def _enter(self, ground: Ground) -> None:
+        """Goes on with the sums at fixed addresses."""
+        if self.inside:
+            return
+        self._settle(ground)
+        self.grounds.known.move_to_end(self.key)
+        sums = list(ground.sums.values())
+        if self.sums is None:
+            torch._foreach_zero_(sums)
+        else:
+            tree.overwrite(sums, [self.sums[k] for k in ground.sums])
+            self.types.add(tuple(self.sums[k].dtype for k in ground.sums))
+        self.inside = True
+
+    def _leave(self) -> None:
+        """Goes on with sums of its own."""
+        if self.inside:
+            assert self.settled is not None
+            made = zip(self.settled.sums, tree.copies(list(self.settled.sums.values())), strict=True)
+            wide = [reduce(torch.promote_types, kinds) for kinds in zip(*self.types, strict=True)]
+            self.sums = {name: value.to(kind) for (name, value), kind in zip(made, wide, strict=True)}
+            self.types.clear()
+            self.inside = False
+
+    def _capture(self, shape: Hashable, packed: dict[str, Any]) -> None:
+        """Captures a shape for the batches to come; the present one has been added."""
+        desk, fn = self.desk, self.fn
+        assert self.sums is not None
+        if not self.sums:
+            self.off = True
+            return
+        ground = self.grounds.known.get(self.key)
+        # Some statistics have another type where nothing is masked: sums are of the widest that has occurred.
+        wide = self.sums if ground is None else tree.add(tree.zeros_like(ground.sums), tree.zeros_like(self.sums))
+        if ground is None or any(v.dtype != ground.sums[k].dtype for k, v in wide.items()):
+            ground = Ground(self.values, wide, desk.bound)
+        self._settle(ground)
+        inputs = pytree.tree_map(lambda t: t.clone(), packed)
+        touched: set[str] = set()
+        see, call, sums = watched(desk, ground.common, touched), desk.layout.call, ground.sums
+        leaves, private = ground.leaves, ground.private
+        types: list[torch.dtype] = []
+
+        def body() -> None:
+            part = call(lambda *args: fn(see, *args), leaves, private, inputs)
+            types[:] = [part[k].dtype for k in sums]
+            torch._foreach_add_(list(sums.values()), [part[k] for k in sums])
+
+        kind = "sweep" if isinstance(self.step, Sweep) else "judgement"
+        replay = self.arenas.record(body, list(sums.values()), touched, f"{kind} {self.step.name!r}")
+        if replay is None:
+            self.arenas.refused.add(self.name)
+            self.off = True
+            return
+        ground.graphs[shape] = replay, list(tree.spread(inputs).values()), tuple(types)
+        self.grounds.keep(self.key, ground)

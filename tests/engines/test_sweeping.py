@@ -1,0 +1,215 @@
+"""Captured sweeps: on a CPU the same code runs uncaptured, so that what goes to and from fixed addresses can be tested."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import fedloom as fl
+from fedloom.batches import in_order
+from fedloom.client import Adder
+from fedloom.engines.vectorised import VectorisedEngine, sweeping
+from fedloom.engines.vectorised.feed import sweep_widths
+from fedloom.engines.vectorised.graphed import Arenas
+from fedloom.engines.vectorised.sweeping import CapturedAdder
+from fedloom.slots import Sweep
+from fedloom.tasks.builtin import TASKS
+from fedloom.types import Batch, Leaves, Seen
+from fedloom.view import View
+from tests.helpers import bn_mlp, everything, federation, fit, gap, identical
+
+UNEQUAL = federation((1, 7, 64, 65, 200, 300))
+EQUAL = federation((140,) * 4)
+METHODS = ["fedmap", "fedaims", "fedas", "fedpac", "fedaf(image_steps=2, server_epochs=1)", "peravg"]
+
+
+def options(**others: Any) -> dict[str, Any]:
+    return {"rounds": 6, "epochs": 1, "batch_size": 64, "optimizer": fl.sgd(0.02), "evaluate": {"every": 1}} | others
+
+
+def swept(engine: VectorisedEngine) -> set[str]:
+    """Names of the sweeps of which a graph is kept."""
+    return {key[0][1].name for key in engine.grounds.known}  # type: ignore[index]
+
+
+def same(a: fl.Result, b: fl.Result, tolerance: float = 1e-10) -> None:
+    assert gap(everything(a), everything(b)) < tolerance
+    for mine, other in zip(a.history, b.history, strict=True):
+        assert mine["accuracy"] == pytest.approx(other["accuracy"], abs=1e-12)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_parity(method: str) -> None:
+    """Clients come and go, their memory is at first everybody's and then their own, and their sizes differ."""
+    engine = VectorisedEngine(step="graphed")
+    a, b = (fit(method, bn_mlp(), UNEQUAL, engine=e, **options(cohort=4)) for e in ("loop", engine))
+    same(a, b)
+    names = {s.name for s in a.run.bound.method.schedule.round if isinstance(s, Sweep)} if a.run is not None else set()
+    assert swept(engine) == {"test", *names}
+    assert engine.arenas.notes == []
+
+
+def test_statistics_whose_type_depends_on_the_mask() -> None:
+    """In float64 a count of rows is of single precision where nothing is masked: 1 / 3 of it must not be rounded so."""
+    found = list[Leaves]()
+
+    def third(view: View, batch: Batch, seen: Seen) -> Leaves:
+        return {"loss": batch.count() / 3 if batch.mask is None else batch.count() / 3 + 0 * view.loss()}
+
+    method = fl.method("qfedavg")
+    steps = [replace(s, fn=third) if isinstance(s, Sweep) else s for s in method.schedule.round]
+    method = replace(method, schedule=replace(method.schedule, round=tuple(steps)))
+    plain = CapturedAdder.total
+
+    def total(self: CapturedAdder) -> Leaves:
+        found.append(plain(self))
+        return found[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CapturedAdder, "total", total)
+        data, engine = federation((396, 396, 131)), VectorisedEngine(step="graphed")
+        fit(method, bn_mlp(), data, engine=engine, **options(evaluate={"every": 0}))
+    sums = [f["loss"] for f in found if "loss" in f and len(f) == 1]
+    assert len(sums) == 6
+    assert all(torch.equal(s, sums[0]) and s.dtype == sums[0].dtype for s in sums)
+    assert swept(engine) == {"qfedavg"}
+
+
+@pytest.mark.parametrize("method", ["fedmap", "fedas"])
+def test_equal_clients_give_the_bits_of_a_mapped_sweep(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for captured in (True, False):
+        engine = VectorisedEngine(step="graphed")
+        monkeypatch.setattr(sweeping, "WORTH", 3 if captured else 1000)
+        found.append(everything(fit(method, bn_mlp(), EQUAL, engine=engine, **options())))
+        assert bool(swept(engine)) is captured
+    assert identical(*found)
+
+
+def test_after_the_third_sweep_of_a_shape_only_graphs_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """140 rows are batches of 128 and 12: two graphs for the training rows, one for 46 test rows, each made once."""
+    eager, captures, replays = Counter[str](), list[int](), list[int]()
+    rounds = list[tuple[dict[str, int], int, int]]()
+    plain_add, plain_record = Adder.add, Arenas.record
+
+    def add(self: Adder, packed: dict[str, Any]) -> None:
+        eager[self.step.name] += 1
+        plain_add(self, packed)
+
+    def record(self: Arenas, body: Any, mutable: Any, touched: set[str], what: str) -> Any:
+        found = plain_record(self, body, mutable, touched, what)
+        if what.startswith("phase") or found is None:
+            return found
+        captures.append(1)
+
+        def replay() -> None:
+            replays.append(1)
+            found()
+
+        return replay
+
+    def after(record: Any) -> None:
+        rounds.append((dict(eager), len(captures), len(replays)))
+        eager.clear()
+        captures.clear()
+        replays.clear()
+
+    monkeypatch.setattr(Adder, "add", add)
+    monkeypatch.setattr(Arenas, "record", record)
+    fit("qfedavg", bn_mlp(), EQUAL, engine=VectorisedEngine(step="graphed"), **options(callbacks=[after]))
+    first, third, later = ({"qfedavg": 2, "test": 1}, 0, 0), ({"qfedavg": 2, "test": 1}, 3, 0), ({}, 0, 3)
+    assert rounds == [first, first, third, later, later, later]
+
+
+def test_the_evaluation_at_the_end_is_not_captured() -> None:
+    engine = VectorisedEngine(step="graphed")
+    fit("fedavg", bn_mlp(), federation((900, 900)), engine=engine, **options(rounds=4, evaluate={"every": 0}))
+    assert not engine.grounds.known
+
+
+def test_what_changes_from_round_to_round_is_not_baked_in() -> None:
+    def by_round(view: View, batch: Batch, seen: Seen) -> Leaves:
+        return {"loss": view.loss() * batch.count() * seen.round}
+
+    method = fl.method("qfedavg")
+    steps = [replace(s, fn=by_round) if isinstance(s, Sweep) else s for s in method.schedule.round]
+    method = replace(method, schedule=replace(method.schedule, round=tuple(steps)))
+    engine = VectorisedEngine(step="graphed")
+    a, b = (fit(method, bn_mlp(), UNEQUAL, engine=e, **options()) for e in ("loop", engine))
+    same(a, b)
+    assert swept(engine) == {"test"}
+    (note,) = engine.facts()["events"]
+    assert note.startswith("sweep 'qfedavg' is mapped, not captured: client code reads round")
+
+
+def test_few_graphs_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sweeping, "KEPT_GRAPHS", 2)
+    engine = VectorisedEngine(step="graphed")
+    a, b = (fit("fedpac", bn_mlp(), UNEQUAL, engine=e, **options()) for e in ("loop", engine))
+    same(a, b)
+    assert 0 < sum(len(g.graphs) for g in engine.grounds.known.values()) <= 2
+
+
+def test_no_memory_for_a_graph_halves_the_wave(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = Arenas.capture
+
+    def capture(self: Arenas, body: Any) -> Any:
+        if "CapturedAdder" in body.__qualname__ and engine.wave is None:
+            raise torch.OutOfMemoryError("no room")
+        return plain(self, body)
+
+    monkeypatch.setattr(Arenas, "capture", capture)
+    engine = VectorisedEngine(step="graphed")
+    a, b = (fit("fedmap", bn_mlp(), UNEQUAL, engine=e, **options(rounds=8)) for e in ("loop", engine))
+    same(a, b)
+    assert engine.wave == 3
+    assert engine.grounds.known
+
+
+def test_another_model_with_the_same_shapes_has_its_own_graphs() -> None:
+    """One engine for two runs: a graph of the first would give its activation to the second."""
+    engine = VectorisedEngine(step="graphed")
+    for activation in (torch.nn.Tanh, torch.nn.ReLU):
+        make = lambda: torch.nn.Sequential(torch.nn.Linear(6, 5), activation(), torch.nn.Linear(5, 3))  # noqa: B023, E731
+        a, b = (fit("fedmap", make, EQUAL, engine=e, **options()) for e in ("loop", engine))
+        same(a, b)
+
+
+def test_kept_outputs_are_found_in_widened_batches() -> None:
+    """A task without statistics keeps outputs row by row; those of padding are left out."""
+    engine = VectorisedEngine(step="graphed")
+    task = replace(TASKS["classification"], statistics=None, summarise=None, metrics=_share)
+    a, b = (fit("fedavg", bn_mlp(), UNEQUAL, engine=e, task=task, **options(rounds=3)) for e in ("loop", engine))
+    same(a, b)
+
+
+def _share(output: torch.Tensor, y: torch.Tensor) -> dict[str, float | None]:
+    return {"accuracy": float((output.argmax(-1) == y).double().mean())}
+
+
+def test_widths() -> None:
+    def widths(*sizes: int, size: int | str = 128, grain: int = 32) -> list[tuple[int, bool]]:
+        bounds = [in_order(n, size) for n in sizes]
+        return sweep_widths(bounds, size, grain)
+
+    assert widths(130, 130) == [(128, False), (2, False)]
+    assert widths(170, 20) == [(128, True), (64, True)]
+    assert widths(129, 40) == [(129, True)]
+    assert widths(20, 9, size=16) == [(16, True), (16, True)]
+    assert widths(300, 9, size="full") == [(300, True)]
+    assert widths(170, 20, grain=1) == [(128, True), (42, True)]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("data", [UNEQUAL, EQUAL], ids=["unequal", "equal"])
+def test_parity_on_cuda(method: str, data: fl.Federation) -> None:
+    engine = VectorisedEngine(step="graphed")
+    a, b = (fit(method, bn_mlp(), data, engine=e, **options(cohort=4, device="cuda")) for e in ("loop", engine))
+    same(a, b, 1e-9)
+    assert engine.grounds.known
+    assert engine.arenas.notes == []
