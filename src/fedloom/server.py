@@ -198,15 +198,12 @@ def personal_now(bound: Bound, state: ServerState) -> tuple[str, ...]:
 def _forget(memory: Memory, initial: Memory, off: tuple[str, ...]) -> Memory:
     """The memory of stages with what belongs to personal leaves as it was before round one."""
     names = set(off)
-    return {
-        owner: {
-            key: initial[owner][key]
-            if key in initial.get(owner, {}) and names & {key, key.split("/", 1)[-1]}
-            else value
-            for key, value in kept.items()
-        }
-        for owner, kept in memory.items()
-    }
+
+    def theirs(owner: str) -> Leaves:
+        before = initial.get(owner, {})
+        return {k: v for k, v in before.items() if k in memory[owner] and names & {k, k.split("/", 1)[-1]}}
+
+    return {owner: kept | theirs(owner) for owner, kept in memory.items()}
 
 
 def reports(bound: Bound, state: ServerState) -> dict[str, Mapping[str, Any]]:

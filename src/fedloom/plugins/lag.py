@@ -120,7 +120,7 @@ class _Lag:
 
     def stage(self, reduced: Message, memory: Leaves, cohort: Cohort) -> tuple[Message, Leaves]:
         """Scores the layers, decides which are personal in the next round, keeps the mean of those that are now."""
-        gated = [key.removeprefix("gate:") for key in memory if key.startswith("gate:")]
+        gated = [i.name for i in cohort.structure.leaves if f"gate:{i.name}" in memory]
         layers = self.layers(cohort.structure, gated)
         updates = reduced["lag"]
         rated = self.rate([[updates[leaf] for leaf in leaves] for leaves in layers.values()])
@@ -158,7 +158,7 @@ class _Lag:
         sent, moved = cohort.leaves, {leaf: reduced["lag"][leaf].unbind() for leaf in leaves}
         keys = [(i, leaf, f"own:{client}:{leaf}") for i, client in enumerate(cohort.ids) for leaf in leaves]
         began = [memory.get(key, sent[leaf]) if leaf in off else sent[leaf] for _, leaf, key in keys]
-        ended = torch._foreach_add(began, [moved[leaf][i] for i, leaf, _ in keys])
+        ended = torch._foreach_add(began, [moved[leaf][i] for i, leaf, _ in keys]) if keys else ()
         memory |= {key: value for (_, _, key), value in zip(keys, ended, strict=True)}
         if not off:
             return reduced, memory
