@@ -253,13 +253,17 @@ def sweep_widths(
 def sweep(pool: Pool, dtype: torch.dtype, size: int | str = SWEEP_BATCH, grain: int = 1) -> Iterator[Batch]:
     """All rows of every client in order; a client that has run out holds padding only."""
     bounds = [batches.in_order(len(p), size) for p in pool.parts]
-    device = pool.y.device
-    for step, (width, padded) in enumerate(sweep_widths(bounds, size, grain)):
-        here = [b[step] if step < len(b) else (0, 0) for b in bounds]
-        index = np.full((len(here), width), pool.zero, np.int64)
-        mask = np.zeros((len(here), width), bool)
-        for i, (low, high) in enumerate(here):
-            index[i, : high - low] = np.arange(low, high) + pool.offsets[i]
-            mask[i, : high - low] = True
-        rows = onto(torch.from_numpy(mask), device).to(dtype) if padded else None
-        yield pool.take(onto(torch.from_numpy(index), device), rows)
+    widths = sweep_widths(bounds, size, grain)
+    full = max((width for width, _ in widths), default=0)
+    ends = np.zeros((len(widths), len(bounds), 2), np.int64)
+    for i, own in enumerate(bounds):
+        ends[: len(own), i] = np.reshape(own, (-1, 2))
+    rows = ends[..., :1] + np.arange(full)
+    inside = rows < ends[..., 1:]
+    index = np.where(inside, rows + np.array(pool.offsets)[:, None], pool.zero)
+    # The whole sweep goes to the device at once: a copy for every batch takes longer than its rows.
+    places = onto(torch.from_numpy(index), pool.y.device)
+    masks = onto(torch.from_numpy(inside), pool.y.device).to(dtype) if any(padded for _, padded in widths) else None
+    for step, (width, padded) in enumerate(widths):
+        mask = masks[step, :, :width] if padded and masks is not None else None
+        yield pool.take(places[step, :, :width], mask)

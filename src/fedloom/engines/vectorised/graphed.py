@@ -44,6 +44,7 @@ class Arenas:
         self.refused: set[Hashable] = set()
         self.notes: list[str] = []
         self.pool: Any = None
+        self.side: Any = None
 
     def keep(self, key: Hashable, arena: Arena) -> None:
         """Keeps an arena and drops the one unused for longest."""
@@ -52,9 +53,9 @@ class Arenas:
         while len(self.known) > KEPT_ARENAS:
             self.known.popitem(last=False)
 
-    def capture(self, body: Replay) -> Replay:
+    def capture(self, body: Replay, *, cuda: bool) -> Replay:
         """A function that repeats what ``body`` does with the same tensors."""
-        if not torch.cuda.is_available():
+        if not cuda:
             return body
         if self.pool is None:
             self.pool = torch.cuda.graph_pool_handle()
@@ -80,19 +81,23 @@ class Arenas:
             what: the name of it in a note.
         """
         before = tree.copies(mutable)
+        cuda = mutable[0].is_cuda
         try:
-            if torch.cuda.is_available():
-                side = torch.cuda.Stream()
-                side.wait_stream(torch.cuda.current_stream())
-                with torch.cuda.stream(side):
+            if cuda:
+                if self.side is None:
+                    self.side = (
+                        torch.cuda.Stream()
+                    )  # one for all: memory freed on a stream is of use to that stream alone
+                self.side.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(self.side):
                     body()
-                torch.cuda.current_stream().wait_stream(side)
+                torch.cuda.current_stream().wait_stream(self.side)
             else:
                 body()
             tree.overwrite(mutable, before)
             if touched:
                 raise ValueError(f"client code reads {', '.join(sorted(touched))}, which change from round to round")
-            return self.capture(body)
+            return self.capture(body, cuda=cuda)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
