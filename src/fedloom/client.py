@@ -217,8 +217,8 @@ class Desk:
         for spec in self.bound.specs.values():
             if spec.copy == phase.copy and spec.buffer:
                 leaves[spec.name] = leaves[spec.name].clone()
-        for name in bound_phase.trained:
-            leaves[name] = leaves[name].detach().clone(memory_format=torch.preserve_format).requires_grad_()
+        copied = tree.copies([leaves[name] for name in bound_phase.trained])
+        leaves |= {name: v.requires_grad_() for name, v in zip(bound_phase.trained, copied, strict=True)}
         stepper = self.layout.stepper(self, bound_phase, leaves)
         for batch, active in stepper.batches():
             more, active = stepper.goes_on(active)
