@@ -45,7 +45,8 @@ def test_what_clients_keep_does_not_lie_in_the_arena() -> None:
     mine = {t.untyped_storage().data_ptr() for a in engine.arenas.known.values() for t in a.mutable()}
     kept = [v for c in result.run.clients.values() for v in c.leaves.values()]
     assert not mine & {v.untyped_storage().data_ptr() for v in [*kept, *result.run.state.leaves.values()]}
-    assert kept and all(v.untyped_storage().nbytes() == v.nbytes for v in kept)
+    assert kept
+    assert all(v.untyped_storage().nbytes() == v.nbytes for v in kept)
 
 
 def test_the_next_round_is_planned_before_replies_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,7 +73,7 @@ def test_the_next_round_is_planned_before_replies_are_waited_for(monkeypatch: py
         assert not engine.pools.plans._ahead
 
 
-@pytest.mark.parametrize("method", ["fedavg", "ditto"])
+@pytest.mark.parametrize("method", ["fedavg", "ditto", "scaffold"])
 def test_a_round_waits_for_the_device_twice(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once for the replies (whether they are finite, and their losses), once for the server's leaves; steps do not count."""
     waits, inside, rounds = list[str](), list[bool](), list[list[str]]()

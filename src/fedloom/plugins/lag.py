@@ -154,6 +154,8 @@ class _Lag:
         Clients send how far they moved from their own start; the server stores what each has (as the paper's does).
         """
         rows = cohort.rows if self.weights == "samples" else [1] * len(cohort)
+        everything = sum(rows)
+        share = [n / everything for n in rows]
         off = tree.off({leaf: memory[f"gate:{leaf}"] for leaf in leaves})
         sent, moved = cohort.leaves, {leaf: reduced["lag"][leaf].unbind() for leaf in leaves}
         keys = [(i, leaf, f"own:{client}:{leaf}") for i, client in enumerate(cohort.ids) for leaf in leaves]
@@ -163,11 +165,12 @@ class _Lag:
         if not off:
             return reduced, memory
         starts = [sent[leaf] for leaf in off]
+        ends = [memory[f"own:{client}:{leaf}"] for client in cohort.ids for leaf in off]
+        parts = torch._foreach_sub(ends, starts * len(cohort))
+        torch._foreach_mul_(parts, [q for q in share for _ in off])
         mean = [torch.zeros_like(v) for v in starts]
-        for client, n in zip(cohort.ids, rows, strict=True):
-            gaps = torch._foreach_sub([memory[f"own:{client}:{leaf}"] for leaf in off], starts)
-            torch._foreach_mul_(gaps, n / sum(rows))
-            torch._foreach_add_(mean, gaps)
+        for first in range(0, len(parts), len(off)):
+            torch._foreach_add_(mean, parts[first : first + len(off)])
         return {**reduced, "personal": dict(zip(off, mean, strict=True))}, memory
 
     def decide(self, memory: Leaves, layers: Layers, cohort: Cohort) -> Leaves:
