@@ -84,10 +84,8 @@ class Arenas:
         cuda = mutable[0].is_cuda
         try:
             if cuda:
-                if self.side is None:
-                    self.side = (
-                        torch.cuda.Stream()
-                    )  # one for all: memory freed on a stream is of use to that stream alone
+                # One stream for all trials: memory that is freed on a stream is of use to that stream alone.
+                self.side = self.side or torch.cuda.Stream()
                 self.side.wait_stream(torch.cuda.current_stream())
                 with torch.cuda.stream(self.side):
                     body()
