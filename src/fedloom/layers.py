@@ -183,6 +183,16 @@ class MaskedBatchNorm3d(_MaskedBatchNorm, nn.BatchNorm3d):
     """``nn.BatchNorm3d`` that leaves padding rows out."""
 
 
+class MappedEmbedding(nn.Embedding):
+    """``nn.Embedding`` whose padding row gets no gradient, which ``vmap`` forgets."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        if self.padding_idx is None or self.max_norm is not None or not kernels.mapped(self.weight):
+            return super().forward(input)
+        padding = torch.arange(self.num_embeddings, device=self.weight.device)[:, None] == self.padding_idx
+        return nn.functional.embedding(input, torch.where(padding, self.weight.detach(), self.weight))
+
+
 class CohortConv2d(nn.Conv2d):
     """``nn.Conv2d`` that computes a cohort on CUDA at once, where that pays."""
 
@@ -292,6 +302,7 @@ _TAPS = "fedloom.network"  # hooks that are registered there ask the frame wheth
 
 _SWAPS: dict[type[nn.Module], type[nn.Module]] = {
     nn.Conv2d: CohortConv2d,
+    nn.Embedding: MappedEmbedding,
     nn.MaxPool2d: CohortMaxPool2d,
     nn.Dropout: CounterDropout,
     nn.Dropout1d: CounterDropout1d,

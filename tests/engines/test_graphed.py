@@ -14,7 +14,18 @@ from fedloom.engines.vectorised.graphed import GraphedStepper
 from tests.helpers import bn_mlp, dropout_mlp, everything, federation, fit, gap
 
 DATA = federation((1, 7, 64, 65, 200))
-METHODS = ["fedavg", "scaffold", "fedrep", "ditto", "fedaims", "fedmap", "feddbe", "peravg", "fedavg + isr + lag(k=1)"]
+METHODS = [
+    "fedavg",
+    "scaffold",
+    "fedrep",
+    "ditto",
+    "pfedme",
+    "fedaims",
+    "fedmap",
+    "feddbe",
+    "peravg",
+    "fedavg + isr + lag(k=1)",
+]
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -108,7 +119,10 @@ def test_a_round_waits_for_the_device_twice(method: str, monkeypatch: pytest.Mon
 
 def test_a_phase_that_cannot_be_captured_goes_on_mapped() -> None:
     engine = VectorisedEngine(step="graphed")
-    a, b = (fit("pfedme", bn_mlp(), DATA, engine=e, cohort=4, epochs=1, batch_size=64) for e in ("loop", engine))
+    a, b = (
+        fit("fedmap(implicit=True)", bn_mlp(), DATA, engine=e, cohort=4, epochs=1, batch_size=64)
+        for e in ("loop", engine)
+    )
     assert gap(everything(a), everything(b)) < 1e-10
     assert "mapped, not captured" in engine.arenas.notes[0]
 

@@ -40,7 +40,7 @@ class Arenas:
 
     def __init__(self) -> None:
         self.known: OrderedDict[Hashable, Arena] = OrderedDict()
-        self.used: dict[Hashable, frozenset[str]] = {}
+        self.used: dict[Hashable, tuple[frozenset[str], frozenset[str]]] = {}
         self.refused: set[Hashable] = set()
         self.notes: list[str] = []
         self.pool: Any = None
@@ -87,9 +87,11 @@ class Arenas:
                 # One stream for all trials: memory that is freed on a stream is of use to that stream alone.
                 self.side = self.side or torch.cuda.Stream()
                 self.side.wait_stream(torch.cuda.current_stream())
-                with torch.cuda.stream(self.side):
-                    body()
-                torch.cuda.current_stream().wait_stream(self.side)
+                try:
+                    with torch.cuda.stream(self.side):
+                        body()
+                finally:  # after an error too: what was begun there still reads tensors that are freed next
+                    torch.cuda.current_stream().wait_stream(self.side)
             else:
                 body()
             tree.overwrite(mutable, before)
@@ -143,7 +145,10 @@ class GraphedStepper(MappedStepper):
         self.name: Hashable = (id(desk.bound), phase.phase.name, desk.participants[0].key)
         known = arenas.used.get(self.name)
         if known is not None:
-            self.begin(set(known))
+            used, written = known
+            self.begin(set(used))
+            for name in sorted(written):
+                self._writable(name)
 
     def values(self) -> tuple[Any, ...]:
         """All tensors that a step reads or writes besides its batch, in the order of an arena."""
@@ -175,7 +180,7 @@ class GraphedStepper(MappedStepper):
             super().step(batch, active)
             if self.groups:
                 used = {self.phase.trained[i] for where, _, _ in self.groups for i in where}
-                self.arenas.used[self.name] = frozenset(used)
+                self.arenas.used[self.name] = frozenset(used), frozenset(self.own)
             return
         if self.arena is None and not self._settle():
             super().step(batch, active)
@@ -273,10 +278,10 @@ class GraphedStepper(MappedStepper):
                 for slots, steps in zip(arena.slots, arena.counts, strict=True)
             ]
             twin.carry = pytree.tree_map(front, arena.carry)
-            twin.own = set(self.own)
+            twin.own, twin.all = set(self.own), ({**self.all[0]}, *self.all[1:])
             MappedStepper.step(twin, Batch.unpacked(inputs["packed"]), inputs.get("active"))
             if twin.own != self.own:
-                raise ValueError("a projection changes a leaf that the phase does not train")
+                raise ValueError("a projection changes a leaf that it did not change in the first step")
             for kept, state in zip(arena.counts, twin.states, strict=True):
                 kept.copy_(state.step)
             carried: Memory = twin.carry
