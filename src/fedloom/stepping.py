@@ -96,6 +96,7 @@ class Stepper:
     def __init__(self, desk: Desk, phase: BoundPhase, leaves: Leaves) -> None:
         self.desk, self.phase, self.leaves = desk, phase, leaves
         self.private: dict[str, Any] = desk.private
+        self.see = desk.see  # what projections see; a captured step reads it from fixed addresses
         self.params = [leaves[n] for n in phase.trained]
         self.groups: list[Group] = []
         self.states: list[OptState] = []
@@ -189,7 +190,7 @@ class Stepper:
     def assign(self, fn: Callable[..., Leaves], active: Tensor | None) -> None:
         """Writes a pure function of the leaves back into them."""
         with torch.no_grad():
-            for name, value in fn(self.leaves, self.desk.see(self.private)).items():
+            for name, value in fn(self.leaves, self.see(self.private)).items():
                 if name in self.phase.trained:
                     self.leaves[name].copy_(value)
                 else:

@@ -131,7 +131,10 @@ def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled, "fused", lambda graph, inputs: graph.forward)
 
 
-@pytest.mark.parametrize("method", ["ditto", "pfedme", "apfl", "feddbe", "peravg", "scaffold", "fedavg + clip(0.1)"])
+@pytest.mark.parametrize(
+    "method",
+    ["ditto", "pfedme", "apfl", "feddbe", "peravg", "scaffold", "fedavg + clip(0.1)", "fedmap(implicit=True)"],
+)
 def test_whole_steps_change_tensors_in_place(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     uncompiled(monkeypatch)
     monkeypatch.setattr(feed, "BLOCK_BYTES", 1500)  # several blocks, and a last one that is not full

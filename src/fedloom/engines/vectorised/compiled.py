@@ -203,7 +203,8 @@ class CompiledStepper(MappedStepper):
             twin.private = private
             twin.leaves = {**rest, **others, **dict(zip(phase.trained, twin.params, strict=True))}
             twin.groups = [(w, o, rate) for (w, o, _), rate in zip(self.groups, rates, strict=True)]
-            value = torch.vmap(objective(desk, phase, watched(desk, common, touched)), randomness="different")
+            twin.see = watched(desk, common, touched)
+            value = torch.vmap(objective(desk, phase, twin.see), randomness="different")
             for _ in range(phase.phase.repeat):
                 moved = [p.detach().requires_grad_() for p in twin.params]
                 leaves = twin.leaves | dict(zip(phase.trained, moved, strict=True))

@@ -123,7 +123,8 @@ class Arena:
         self.graphs: dict[Hashable, tuple[Replay, dict[str, Any]]] = {}
         self.touched: set[str] = set()
         self.groups = [(w, o, rate) for (w, o, _), rate in zip(stepper.groups, self.rates, strict=True)]
-        self.objective = objective(desk, phase, watched(desk, self.common, self.touched))
+        self.see = watched(desk, self.common, self.touched)
+        self.objective = objective(desk, phase, self.see)
 
     def mutable(self) -> list[Tensor]:
         """What a step changes."""
@@ -269,6 +270,7 @@ class GraphedStepper(MappedStepper):
             twin = copy.copy(self)
             twin.arena, twin.static, twin.clients, twin.tick = None, inputs["number"], count, tick
             twin.objective, twin.groups, twin.total = arena.objective, arena.groups, arena.total
+            twin.see = arena.see
             twin.params = [front(arena.leaves[n]).detach().requires_grad_() for n in self.phase.trained]
             twin.leaves = {n: front(v) for n, v in arena.leaves.items()}
             twin.leaves |= dict(zip(self.phase.trained, twin.params, strict=True))

@@ -169,7 +169,7 @@ class MappedStepper(Stepper):
     def assign(self, fn: Callable[..., Leaves], active: Tensor | None) -> None:
         """Writes a pure function of the leaves back into them; clients that have stopped stay still."""
         with torch.no_grad():
-            changed = self.desk.layout.call(lambda v, p: fn(v, self.desk.see(p)), self.leaves, self.private)
+            changed = self.desk.layout.call(lambda v, p: fn(v, self.see(p)), self.leaves, self.private)
             for name, value in changed.items():
                 here = self._writable(name)
                 here.copy_(value if active is None else torch.where(_along(active, value), value, here))
