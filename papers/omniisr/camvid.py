@@ -111,7 +111,8 @@ def report(log: Path) -> str:
 def levels(groups: dict[tuple[Hashable, ...], list[dict[str, Any]]]) -> str:
     """All metrics, and the paired gain of ISR."""
     rows = []
-    for (network, setting, isr), lines in groups.items():
+    order = (*NETWORKS, *SETTINGS, "none", "isr", *ABLATION)
+    for (network, setting, isr), lines in sorted(groups.items(), key=lambda g: [order.index(str(k)) for k in g[0]]):
         base = groups.get((network, setting, "none"), [])
         row = [str(network), str(setting), str(isr)]
         row += [tables.spread(tables.values(lines, m).values()) for m in METRICS.values()]
