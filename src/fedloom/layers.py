@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from types import MethodType
 from typing import Any
 
@@ -325,11 +326,17 @@ def prepare(module: nn.Module) -> None:
     places = Counter(id(child) for part in module.modules() for child in part._modules.values())
     for path, part in module.named_modules():
         inherits = isinstance(part, nn.Sequential) and type(part).forward is nn.Sequential.forward
-        if inherits and "forward" not in vars(part) and any(type(child) in _RELUS for child in part.children()):
+        if inherits and "forward" not in vars(part) and _has_chain(tuple(part._modules.values())):
             alone = [c is not None and places[id(c)] == 1 and "forward" not in vars(c) for c in part._modules.values()]
             names = [f"{path}.{name}" if path else name for name in part._modules]
             vars(part)["_chain_names"] = tuple(n if ok else None for n, ok in zip(names, alone, strict=True))
             vars(part)["forward"] = MethodType(_Chained.forward, part)
+
+
+def _has_chain(parts: tuple[Any, ...]) -> bool:
+    """Whether normalisation and ReLU, or ReLU and pooling, follow each other."""
+    pairs = [(type(a), type(b)) for a, b in pairwise(parts)]
+    return any((a is MaskedBatchNorm2d and b in _RELUS) or (a in _RELUS and b is CohortMaxPool2d) for a, b in pairs)
 
 
 def restore(module: nn.Module) -> None:
