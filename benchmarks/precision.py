@@ -24,7 +24,9 @@ NETWORKS = {"pfllib_cnn": fl.models.pfllib_cnn, "convnet4": fl.models.convnet4}
 METRICS = {"fedavg": "global_accuracy", "fedper": "accuracy"}
 
 
-def accuracy(method: str, network: str, images: fl.data.Dataset, seed: int, rounds: int, device: str, precision: str):
+def accuracy(
+    method: str, network: str, images: fl.data.Dataset, seed: int, rounds: int, device: str, precision: str
+) -> float:
     """Test accuracy after the last round, in per cent: of the shared model, or of the clients' own."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -70,10 +70,10 @@ def play(cases: Iterable[Case], run: Callable[[Case], dict[str, Any]], log: Path
         if json.dumps(case, sort_keys=True) in done:
             continue
         started = time.perf_counter()
-        if torch.cuda.is_available():
-            torch.cuda.reset_peak_memory_stats()
         if started - begun + longest > options.stop_after:
             return
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
         try:
             found = run(case)
         except fl.errors.RunError as error:

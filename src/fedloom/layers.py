@@ -200,7 +200,6 @@ class CohortConv2d(nn.Conv2d):
     def forward(self, input: Tensor) -> Tensor:
         plain = self.groups == 1 and self.padding_mode == "zeros" and not isinstance(self.padding, str)
         x, weight, bias = kernels.shortened(input, self.weight, self.bias)
-        assert x is not None and weight is not None
         if plain and input.dim() == 4:
             assert not isinstance(self.padding, str)
             stride, padding, dilation = ((int(a), int(b)) for a, b in (self.stride, self.padding, self.dilation))

@@ -197,9 +197,12 @@ class Run:
         foresee = getattr(self.engine, "foresee", None)
         if foresee is None or (self.work.rounds is not None and round > self.work.rounds):
             return
-        drawn = self.drawn(round)
-        asked = [i for i in drawn.ids if i not in drawn.dropped]
-        people = [Participant(self.sites[i], ClientState(), share=drawn.shares.get(i, 1.0)) for i in asked]
+
+        def people() -> list[Participant]:
+            drawn = self.drawn(round)
+            asked = [i for i in drawn.ids if i not in drawn.dropped]
+            return [Participant(self.sites[i], ClientState(), share=drawn.shares.get(i, 1.0)) for i in asked]
+
         foresee(self.at(round), self.work, round, people)
 
     def _own_work(self, bound: Bound, round: int) -> None:

@@ -39,7 +39,7 @@ def serves(*tensors: Tensor | None) -> bool:
     found = [t for t in tensors if t is not None]
     return (
         (found[0].is_cuda or INTERPRETED)
-        and all(torch._C._functorch.is_batchedtensor(t) for t in found)
+        and all(mapped(t) for t in found)
         and not any(
             torch._C._functorch.is_functorch_wrapped_tensor(torch._C._functorch.get_unwrapped(t)) for t in found
         )
@@ -57,14 +57,13 @@ def clients(x: Tensor) -> int:
     return int(torch._C._functorch.get_unwrapped(x).shape[torch._C._functorch.maybe_get_bdim(x)])
 
 
-def shortened(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+def shortened(x: Tensor, w: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
     """Inputs of a convolution in the type of autocast, which leaves convolutions under ``vmap`` alone."""
-    first = next(t for t in tensors if t is not None)
-    kind = first.device.type
-    if not torch.is_autocast_enabled(kind) or not mapped(first):
-        return tensors
+    kind = x.device.type
+    if not torch.is_autocast_enabled(kind) or not mapped(x):
+        return x, w, bias
     dtype = torch.get_autocast_dtype(kind)
-    return tuple(None if t is None else t.to(dtype) for t in tensors)
+    return x.to(dtype), w.to(dtype), None if bias is None else bias.to(dtype)
 
 
 def convolved(x: Tensor, w: Tensor, bias: Tensor | None, stride: Pair, padding: Pair, dilation: Pair) -> Tensor | None:

@@ -9,10 +9,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-MASK = tl.constexpr(0xFFFFFFFF)
-FIRST = tl.constexpr(0x7FEB352D)
-SECOND = tl.constexpr(0x846CA68B - (1 << 32))
-BLOCK = tl.constexpr(1024)
+from fedloom import rng
+
+MASK = tl.constexpr(rng._MASK)
+FIRST = tl.constexpr(rng._FIRST)
+SECOND = tl.constexpr(rng._SECOND)
+BLOCK = tl.constexpr(rng._BLOCK)
 
 
 @triton.jit
@@ -65,6 +67,6 @@ def fold(keys: Tensor, numbers: Tensor) -> Tensor:
 def bits(keys: Tensor, count: int) -> Tensor:
     """So many words of 32 bits for each key, as int64: (keys, count)."""
     made = keys.new_empty(keys.shape[0], count)
-    size = min(1024, triton.next_power_of_2(count))
-    _bits[(triton.cdiv(count, 1024), keys.shape[0])](keys, made, count, SIZE=size)
+    size = min(rng._BLOCK, triton.next_power_of_2(count))
+    _bits[(triton.cdiv(count, rng._BLOCK), keys.shape[0])](keys, made, count, SIZE=size)
     return made

@@ -90,12 +90,7 @@ class CompiledStepper(MappedStepper):
         self.store = traces
         self.program: Program | None = None
         self.failed = False
-        known = self.store.used.get((id(desk.bound), phase.phase.name))
-        if known is not None:
-            used, written = known
-            self.begin(set(used))
-            for name in sorted(written):
-                self._writable(name)
+        self.recall(self.store.used.get(self.name))
 
     def batches(self) -> Iterator[tuple[Batch, Tensor | None]]:
         """One batch of every client, and the same as a flat row of tensors for the compiled step."""
@@ -110,8 +105,7 @@ class CompiledStepper(MappedStepper):
         if not self.groups or self.failed:
             super().step(batch, active)
             if self.groups:
-                used = {self.phase.trained[i] for where, _, _ in self.groups for i in where}
-                self.store.used[id(self.desk.bound), self.phase.phase.name] = frozenset(used), frozenset(self.own)
+                self.store.used[self.name] = self.known()
             return
         assert active is not None
         number = self.number()

@@ -62,10 +62,10 @@ class VectorisedEngine:
             found |= {r.id: r for r in self._wave(bound, work, program, post, wave)}
         return [found[p.site.id] for p in participants]
 
-    def foresee(self, bound: Bound, work: Work, round: int, people: Sequence[Participant]) -> None:
+    def foresee(self, bound: Bound, work: Work, round: int, people: Callable[[], Sequence[Participant]]) -> None:
         """Plans a round to come, where the device is still at work on the present one: on a CPU nothing is gained."""
-        if people and self._captures(people[0].site.train.y):
-            self.pools.plans.foresee(bound, work, round, people)
+        if self._captures(next(iter(bound.start.values()))):
+            self.pools.plans.foresee(bound, work, round, people())
 
     def facts(self) -> dict[str, Any]:
         """What was resolved, and what happened since: for the run's record."""

@@ -23,7 +23,7 @@ from fedloom import tree
 from fedloom.bound import BoundPhase
 from fedloom.client import Desk
 from fedloom.engines.vectorised.feed import Pools, Tick
-from fedloom.engines.vectorised.stepper import MappedStepper
+from fedloom.engines.vectorised.stepper import Known, MappedStepper
 from fedloom.engines.vectorised.traced import common_of, watched
 from fedloom.optim import OptState
 from fedloom.stepping import objective
@@ -40,7 +40,7 @@ class Arenas:
 
     def __init__(self) -> None:
         self.known: OrderedDict[Hashable, Arena] = OrderedDict()
-        self.used: dict[Hashable, tuple[frozenset[str], frozenset[str]]] = {}
+        self.used: dict[Hashable, Known] = {}
         self.refused: set[Hashable] = set()
         self.notes: list[str] = []
         self.pool: Any = None
@@ -143,13 +143,7 @@ class GraphedStepper(MappedStepper):
         self.arenas, self.failed = arenas, False
         self.arena: Arena | None = None
         self.static: Tensor | None = None
-        self.name: Hashable = (id(desk.bound), phase.phase.name, desk.participants[0].key)
-        known = arenas.used.get(self.name)
-        if known is not None:
-            used, written = known
-            self.begin(set(used))
-            for name in sorted(written):
-                self._writable(name)
+        self.recall(arenas.used.get(self.name))
 
     def values(self) -> tuple[Any, ...]:
         """All tensors that a step reads or writes besides its batch, in the order of an arena."""
@@ -180,8 +174,7 @@ class GraphedStepper(MappedStepper):
         if not self.groups or self.failed:
             super().step(batch, active)
             if self.groups:
-                used = {self.phase.trained[i] for where, _, _ in self.groups for i in where}
-                self.arenas.used[self.name] = frozenset(used), frozenset(self.own)
+                self.arenas.used[self.name] = self.known()
             return
         if self.arena is None and not self._settle():
             super().step(batch, active)

@@ -7,7 +7,7 @@ clients before them: slices along axis 0 are views, so that nothing is copied an
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import torch
@@ -22,6 +22,9 @@ from fedloom.optim import OptState
 from fedloom.stepping import Stepper
 from fedloom.transfer import onto
 from fedloom.types import Batch, Leaves, Memory
+
+Known = tuple[frozenset[str], frozenset[str]]
+"""The leaves that the objective of a phase reaches, and those that its steps change."""
 
 
 class MappedStepper(Stepper):
@@ -53,6 +56,7 @@ class MappedStepper(Stepper):
         )
         self.unpadded = unpadded
         self.traces = traces
+        self.name: Hashable = (id(desk.bound), phase.phase.name, people[0].key)
         n: Tensor = self.private["n"]
         self.planned = onto(torch.tensor(self.feed.made, dtype=n.dtype), n.device)
         self.all = (self.leaves, self.params, self.private)
@@ -101,6 +105,19 @@ class MappedStepper(Stepper):
         self.params, self.all_states = now, self.states
         if self.clients != len(self.desk.participants):
             self.narrow(self.clients)
+
+    def known(self) -> Known:
+        """What the first step has told, for steppers of later rounds."""
+        used = {self.phase.trained[i] for where, _, _ in self.groups for i in where}
+        return frozenset(used), frozenset(self.own)
+
+    def recall(self, known: Known | None) -> None:
+        """Begins with what the first step of an earlier round has told, if there was one."""
+        if known is not None:
+            used, written = known
+            self.begin(set(used))
+            for name in sorted(written):
+                self._writable(name)
 
     def step(self, batch: Batch, active: Tensor | None) -> None:
         """As for one client; rows of a client that has stopped do not count."""
