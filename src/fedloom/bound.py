@@ -83,6 +83,11 @@ class Bound:
         found = {name: value for part in parts.values() for name, value in part.items()}
         return {name: found[name] for name in self.specs if name in found}
 
+    @property
+    def told(self) -> tuple[str, str] | None:
+        """Owner and name of the addressed tensor that holds the clients' static keys, if there is one."""
+        return next(((p.owner, p.told) for p in self.method.server.prepare if p.told is not None), None)
+
     def complete(self) -> bool:
         """Whether the server's leaves alone make a whole model."""
         return all(s.kind != "personal" or s.owner for s in self.specs.values() if s.copy == "main")
@@ -159,6 +164,7 @@ def _build_extras(method: Method, network: Network, seed: int) -> Extras:
                 extra.role,
                 value.shape,
                 extra.owner,
+                None if extra.key is None else extra.key(name),
             )
             made[full] = (info, kind, value)
     return made
@@ -226,6 +232,7 @@ def _resolve_leaves(
                 floating=values[info.name].is_floating_point(),
                 owner=info.owner,
                 gated=copy == "main" and gated is not None and own == "shared" and matches(gated, info),
+                key=info.key,
             )
             start[full] = values[info.name] if copy == "main" else values[info.name].clone()
             pairs.append((info.name, full))

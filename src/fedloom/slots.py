@@ -98,6 +98,7 @@ class Extra:
         role: whether phases for ``"head"`` or ``"body"`` train them; ``"none"`` for phases that name them only.
         resolved: ``(structure) -> facts`` (numbers, texts, lists): what the plug-in's options came to for this model, for
             ``run.toml``, where they are found under ``resolved`` and the owner's name.
+        key: ``(leaf) -> static key`` of the clients that train it; None for leaves that all clients train.
     """
 
     owner: str
@@ -105,6 +106,7 @@ class Extra:
     kind: Kind = "shared"
     role: Literal["head", "body", "none"] = "body"
     resolved: Callable[[Structure], Mapping[str, Any]] | None = None
+    key: Callable[[str], int] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -330,10 +332,18 @@ class Prepared:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prepare:
-    """Runs before a round: ``(memory, cohort) -> Prepared``."""
+    """Runs before a round: ``(memory, cohort) -> Prepared``.
+
+    Args:
+        owner: the recipe or plug-in that brings it.
+        fn: the stage.
+        told: the addressed tensor that holds the clients' static keys, where these are numbers and client code also works from that
+            tensor (``seen.key`` is then ``EACH``): clients with different keys can run side by side.
+    """
 
     owner: str
     fn: Callable[[Leaves, Cohort], Prepared]
+    told: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

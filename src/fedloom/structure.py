@@ -25,6 +25,7 @@ class LeafInfo:
         role: ``"head"``, ``"body"``, or ``"none"`` for extra leaves that only a phase of their own trains.
         shape: its shape.
         owner: the plug-in that brought it, or empty.
+        key: the static key of the clients that train it; None for all.
     """
 
     name: str
@@ -35,6 +36,7 @@ class LeafInfo:
     role: Literal["head", "body", "none"]
     shape: torch.Size
     owner: str = ""
+    key: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,9 @@ Memory = dict[str, dict[str, Tensor]]
 Message = dict[str, Leaves]
 """What leaves a client: named entries, each a dictionary of tensors."""
 
+EACH = "each"
+"""The static key of clients that run side by side though each has its own, which client code finds in a tensor."""
+
 Kind = Literal["shared", "personal", "mirrored", "frozen"]
 """How a leaf travels.
 
@@ -106,6 +109,7 @@ class LeafSpec:
         owner: the plug-in that brought it, or empty.
         gated: whether the server switches its sharing from round to round.
         phases: the phases of a round that train it.
+        key: the static key of the clients that train it; None for all.
     """
 
     name: str
@@ -118,6 +122,7 @@ class LeafSpec:
     owner: str = ""
     gated: bool = False
     phases: tuple[str, ...] = ()
+    key: int | None = None
 
     @property
     def sent(self) -> bool:
@@ -192,7 +197,8 @@ class Seen:
         lr: the run's learning rate in this round.
         cohort: number of clients in this round.
         population: number of clients in the federation.
-        key: the static key that a server stage gave this client, if any.
+        key: the static key that a server stage gave this client, if any; ``EACH`` where clients with different ones run side by
+            side, and the stage's addressed tensor says which is whose.
         specs: the facts of every leaf.
         rates: learning rate of each phase in this round.
         momenta: momentum of each phase's SGD; 0 without, and for other optimisers.

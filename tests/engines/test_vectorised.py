@@ -98,7 +98,7 @@ def test_a_rate_that_a_term_reads_is_not_baked_into_a_trace() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["fedavg", "scaffold"])
+@pytest.mark.parametrize("method", ["fedavg", "scaffold", "fedaims"])
 @pytest.mark.parametrize("optimizer", [fl.adam(1e-2, weight_decay=0.01), fl.sgd(0.1, momentum=0.9, grad_clip=0.5)])
 def test_compiled(method: str, optimizer: Any) -> None:
     engine = VectorisedEngine(step="compiled")

@@ -12,9 +12,11 @@ from torch import Tensor, nn
 
 import fedloom as fl
 from fedloom.aggregators.similarity import cosines, dealt_groups, project, unlike_groups
+from fedloom.engines.vectorised import VectorisedEngine, waves
 from fedloom.network import build
+from fedloom.optim import Optimizer
 from fedloom.taps import blocks
-from tests.helpers import bn_mlp, federation, fit, identical, mlp, own, run_of, shared, small_cnn
+from tests.helpers import bn_mlp, everything, federation, fit, gap, identical, mlp, own, run_of, shared, small_cnn
 
 
 def deep(depth: int = 3) -> Callable[[], nn.Module]:
@@ -149,15 +151,41 @@ def test_prototypes_by_hand() -> None:
 # (e) What moves.
 
 
-def test_adapters_of_other_blocks_stay() -> None:
-    result = fit(
-        "fedaims(assign='round_robin')", deep(4), rounds=1, optimizer=fl.sgd(0.1, momentum=0.9, weight_decay=0.1)
-    )
+@pytest.mark.parametrize("engine", ["loop", "mapped", "graphed"])
+@pytest.mark.parametrize("optimizer", [fl.sgd(0.1, momentum=0.9), fl.adam(weight_decay=0.1), fl.adamw()])
+def test_adapters_of_other_blocks_stay(engine: Any, optimizer: Optimizer) -> None:
+    side_by_side = engine if engine == "loop" else VectorisedEngine(step=engine)
+    result = fit("fedaims(assign='round_robin')", deep(4), rounds=1, engine=side_by_side, optimizer=optimizer)
     start = run_of(result).bound.start
     for position, client in enumerate(("0", "1", "2")):
         mine = own(result, client)
         moved = {n.split(":")[1][0] for n in mine if n.startswith("aims:") and not torch.equal(mine[n], start[n])}
         assert moved == {str(position + 1)}
+
+
+@pytest.mark.parametrize("step", ["mapped", "traced", "graphed"])
+@pytest.mark.parametrize(
+    "method",
+    [
+        "fedaims",
+        "fedaims(weights='adaptive')",
+        "fedaims(prototypes='blockwise', aux_ce='prototype')",
+        "fedper + aims(assign='random', aux_ce='none')",
+    ],
+)
+def test_clients_with_different_blocks_run_in_one_wave(method: str, step: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    widths, cut = list[int](), waves.cut
+
+    def counting(people: Any, most: int) -> Any:
+        found = cut(people, most)
+        widths.extend(len(w) for w in found)
+        return found
+
+    monkeypatch.setattr(waves, "cut", counting)
+    options = {"rounds": 3, "optimizer": fl.sgd(0.1, momentum=0.9, weight_decay=0.1, grad_clip=0.5)}
+    alone, together = (fit(method, deep(), engine=e, **options) for e in ("loop", VectorisedEngine(step=step)))
+    assert gap(everything(alone), everything(together)) < 1e-10
+    assert set(widths[:3]) == {3}
 
 
 def test_adapters_and_heads_never_leave() -> None:

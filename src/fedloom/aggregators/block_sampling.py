@@ -17,7 +17,7 @@ from fedloom.record import Method
 from fedloom.reducers import stack
 from fedloom.slots import Prepare, Prepared, ServerStage, Stage
 from fedloom.structure import Structure
-from fedloom.types import Cohort, Facts, Leaves, Message
+from fedloom.types import Cohort, Facts, Leaves, Message, Seen
 
 OWNER = "block_sampling"
 BODIES = "bodies"
@@ -31,7 +31,7 @@ def sampled(
     similarity: Literal["raw", "delta"],
     period: int,
 ) -> Method:
-    """The method with a block index b_k per client and round, found as ``seen.key``.
+    """The method with a block index b_k per client and round, found as ``seen.key`` and by :func:`block_of`.
 
     With ``assign="cluster"`` the server keeps one projection of each client's last uploaded body, and groups clients of a round
     that are unlike each other; larger groups get deeper blocks.
@@ -101,9 +101,14 @@ def sampled(
     keeping = (ServerStage(owner=OWNER, fn=learn, memory=blank, report=report),)
     return method.adding(
         stages=(stage,) if clustering else (),
-        prepare=(Prepare(owner=OWNER, fn=give),),
+        prepare=(Prepare(owner=OWNER, fn=give, told="block"),),
         server=keeping if clustering else (),
     )
+
+
+def block_of(seen: Seen) -> Tensor:
+    """The block of the client as a tensor."""
+    return seen.addressed[OWNER]["block"]
 
 
 def _similarity(memory: Leaves, cohort: Cohort) -> np.ndarray:

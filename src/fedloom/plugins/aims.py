@@ -12,14 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedloom.aggregators.block_sampling import sampled
+from fedloom.aggregators.block_sampling import block_of, sampled
 from fedloom.errors import Conflict, UserError
 from fedloom.record import Method
 from fedloom.registry import plugin
 from fedloom.slots import Extra, Phase, Term
 from fedloom.structure import Call, Structure
 from fedloom.taps import Tap, blocks, pooled
-from fedloom.types import Batch, Leaves, Seen
+from fedloom.types import EACH, Batch, Leaves, Seen
 from fedloom.uploads.prototypes import OWNER as PROTOTYPES
 from fedloom.uploads.prototypes import pull, with_prototypes
 from fedloom.view import View
@@ -170,7 +170,12 @@ def aims(
             phases=lambda phase, s: phase.name in names and _any(plan, s),
             taps=lambda s: (*(t.name for t in plan.taps(s)), "z"),
         )
-        extra = Extra(owner=OWNER, build=lambda s, g: _build(plan, s, g), kind="personal")
+        extra = Extra(
+            owner=OWNER,
+            build=lambda s, g: _build(plan, s, g),
+            kind="personal",
+            key=None if full else lambda leaf: int(leaf.split(".")[0]),
+        )
         return method.adding(terms=(term,), extras=(extra,))
 
     return apply
@@ -232,9 +237,9 @@ def _supervision(plan: Plan, view: View, batch: Batch, seen: Seen) -> Tensor:
     if plan.mu:
         z = pooled(view.z)
         parts.append(main * mu * _distance(plan, z, batch, centres[:, -z.shape[1] :], known))
-    active = range(1, len(taps) + 1) if plan.full else [seen.key] if isinstance(seen.key, int) else []
     begin = [0, *np.cumsum([t.channels for t in taps]).tolist()]
-    for j in active:
+    for j in _active(plan, structure, seen):
+        here = len(parts)
         u = pooled(view.feature(taps[j - 1].name), taps[j - 1].axis)
         mine = centres[:, begin[j - 1] : begin[j]] if plan.blockwise else _adapter(view.leaves, j, centres, plan)
         weight = 1 - main if plan.adaptive else plan.weight(structure, j)
@@ -244,17 +249,33 @@ def _supervision(plan: Plan, view: View, batch: Batch, seen: Seen) -> Tensor:
             parts.append(weight * _nearest(u, batch, mine, known))
         if plan.mu:
             parts.append(weight * mu * _distance(plan, u, batch, mine, known))
+        parts[here:] = [_own(part, j, seen) for part in parts[here:]]
     return torch.stack(parts).sum() if parts else torch.zeros_like(seen.n)
+
+
+def _active(plan: Plan, structure: Structure, seen: Seen) -> Sequence[int]:
+    """The blocks whose tasks are computed: all, or the client's own; those of a whole wave where clients run side by side."""
+    if plan.full or seen.key == EACH:
+        return range(1, len(plan.taps(structure)) + 1)
+    return [seen.key] if isinstance(seen.key, int) else []
+
+
+def _own(value: Tensor, j: int, seen: Seen) -> Tensor:
+    """What belongs to block j; nothing for a client of a wave that supervises another."""
+    return torch.where(block_of(seen) == j, value, torch.zeros_like(value)) if seen.key == EACH else value
 
 
 def _lambda(plan: Plan, view: View, seen: Seen) -> float | Tensor:
     """Weight of the main task: as given, or ``CE^b / (CE + CE^b)`` of this batch."""
     if not plan.adaptive:
         return plan.main(view.structure)
-    if not isinstance(seen.key, int):
+    asides = []
+    for j in _active(plan, view.structure, seen):
+        tap = plan.taps(view.structure)[j - 1]
+        asides.append(_own(_head_loss(view, pooled(view.feature(tap.name), tap.axis), j).detach(), j, seen))
+    if not asides:
         return 1.0
-    tap = plan.taps(view.structure)[seen.key - 1]
-    aside = _head_loss(view, pooled(view.feature(tap.name), tap.axis), seen.key).detach()
+    aside = torch.stack(asides).sum()
     return aside / (view.loss().detach() + aside).clamp(min=1e-12)
 
 

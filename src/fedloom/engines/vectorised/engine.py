@@ -58,7 +58,7 @@ class VectorisedEngine:
         device = next(iter(post.leaves.values())).device
         most = self.wave or waves.wave_size(bound, work, rows, device.type)
         found: dict[str, Reply] = {}
-        for wave in waves.cut(participants, most):
+        for wave in waves.cut(waves.side_by_side(bound, participants), most):
             found |= {r.id: r for r in self._wave(bound, work, program, post, wave)}
         return [found[p.site.id] for p in participants]
 

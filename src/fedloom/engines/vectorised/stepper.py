@@ -21,7 +21,7 @@ from fedloom.engines.vectorised.traced import Attached, Traces
 from fedloom.optim import OptState
 from fedloom.stepping import Stepper
 from fedloom.transfer import onto
-from fedloom.types import Batch, Leaves, Memory
+from fedloom.types import EACH, Batch, Leaves, Memory
 
 Known = tuple[frozenset[str], frozenset[str]]
 """The leaves that the objective of a phase reaches, and those that its steps change."""
@@ -140,6 +140,24 @@ class MappedStepper(Stepper):
             if name in self.own and active is not None:
                 here = self.leaves[name]
                 here.copy_(torch.where(_along(active, here), here, value))
+
+    def move(self, grads: list[Tensor | None] | None, active: Tensor | None) -> None:
+        """As for one client; where weights decay, a leaf of a static key stays still for clients with another one."""
+        bound, people = self.desk.bound, self.desk.participants
+        decays = any((o or self.desk.work.optimizer).weight_decay for _, o in self.phase.groups)
+        keys = [bound.specs[n].key for n in self.phase.trained]
+        keyed = [(p, key) for p, key in zip(self.params, keys, strict=True) if key is not None]
+        if not decays or not keyed or people[0].key != EACH:
+            super().move(grads, active)
+            return
+        before = [p.detach().clone() for p, _ in keyed]
+        super().move(grads, active)
+        assert bound.told is not None
+        owner, name = bound.told
+        own: Tensor = self.private["addressed"][owner][name]
+        with torch.no_grad():
+            for (here, key), then in zip(keyed, before, strict=True):
+                here.copy_(torch.where(_along(own == key, here), here, then))
 
     def gradients(self, packed: dict[str, Any]) -> tuple[Tensor, list[Tensor | None] | None]:
         """Losses and gradients of every client: a traced graph where there is one, else ``vmap`` and autograd."""

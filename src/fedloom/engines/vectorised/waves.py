@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from fedloom.bound import Bound
+from fedloom.types import EACH
 from fedloom.work import Participant, Work
 
 BUDGET = {"cpu": 2 << 30, "cuda": 32 << 30}
@@ -29,6 +31,12 @@ def wave_size(bound: Bound, work: Work, rows: int, device: str) -> int:
     """How many clients a wave holds at most."""
     budget = BUDGET.get(device, BUDGET["cpu"])
     return max(1, budget // max(1, client_bytes(bound, work, rows)))
+
+
+def side_by_side(bound: Bound, people: Sequence[Participant]) -> list[Participant]:
+    """The participants; with one key for all where client code finds their own keys in a tensor."""
+    told = bound.told is not None
+    return [replace(p, key=EACH) if told and p.key is not None else p for p in people]
 
 
 def cut(people: Sequence[Participant], most: int) -> list[list[Participant]]:
