@@ -210,6 +210,13 @@ class CohortConv2d(nn.Conv2d):
         return made
 
 
+class CohortLinear(nn.Linear):
+    """``nn.Linear`` that computes a cohort on CUDA at once."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return kernels.linear(input, self.weight, self.bias)
+
+
 class CohortMaxPool2d(nn.MaxPool2d):
     """``nn.MaxPool2d`` with a kernel of its own for a cohort on CUDA, where windows do not overlap."""
 
@@ -302,6 +309,7 @@ _TAPS = "fedloom.network"  # hooks that are registered there ask the frame wheth
 
 _SWAPS: dict[type[nn.Module], type[nn.Module]] = {
     nn.Conv2d: CohortConv2d,
+    nn.Linear: CohortLinear,
     nn.Embedding: MappedEmbedding,
     nn.MaxPool2d: CohortMaxPool2d,
     nn.Dropout: CounterDropout,

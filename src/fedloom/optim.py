@@ -114,6 +114,9 @@ class Optimizer:
 
     def _move(self, params: Tensors, grads: Tensors, state: OptState, lr: float | Tensor) -> None:
         state.step = state.step + 1
+        if isinstance(lr, Tensor) and lr.is_cuda and {p.dtype for p in params} == {torch.float32}:
+            self._fused(params, grads, state, lr)
+            return
         if self.weight_decay and self.name != "adamw":
             grads = list(torch._foreach_add(grads, params, alpha=self.weight_decay))
         if self.name == "sgd":
@@ -122,9 +125,7 @@ class Optimizer:
                 torch._foreach_mul_(m, self.momentum)
                 torch._foreach_add_(m, grads)
                 grads = list(torch._foreach_add(grads, m, alpha=self.momentum)) if self.nesterov else m
-            if isinstance(lr, Tensor) and lr.is_cuda:
-                torch._foreach_sub_(params, torch._foreach_mul(grads, lr.to(grads[0].dtype)))
-            elif isinstance(lr, Tensor):
+            if isinstance(lr, Tensor):
                 torch._foreach_sub_(params, [g * lr for g in grads])
             else:
                 torch._foreach_add_(params, grads, alpha=-lr)
@@ -148,6 +149,42 @@ class Optimizer:
         torch._foreach_div_(denom, (1 - b2**state.step) ** 0.5)
         torch._foreach_add_(denom, self.eps)
         torch._foreach_addcdiv_(params, m, denom, -lr / (1 - b1**state.step))
+
+    def _fused(self, params: Tensors, grads: Tensors, state: OptState, lr: Tensor) -> None:
+        """The same step in one pass over memory; rate and count are read from the device, as a captured step needs."""
+        grads = [g if g.stride() == p.stride() else g.contiguous() for p, g in zip(params, grads, strict=True)]
+        rate, decay = lr.to(torch.float32), self.weight_decay
+        if self.name == "sgd":
+            torch._fused_sgd_(
+                params,
+                grads,
+                state.slots.get("m", []),
+                weight_decay=decay,
+                momentum=self.momentum,
+                lr=rate,
+                dampening=0.0,
+                nesterov=self.nesterov,
+                maximize=False,
+                is_first_step=False,
+            )
+            return
+        count = torch.as_tensor(state.step, dtype=torch.float32, device=lr.device)
+        fused = torch._fused_adamw_ if self.name == "adamw" else torch._fused_adam_
+        fused(
+            params,
+            grads,
+            state.slots["m"],
+            state.slots["v"],
+            [],
+            [count] * len(params),
+            lr=rate,
+            beta1=self.betas[0],
+            beta2=self.betas[1],
+            weight_decay=decay,
+            eps=self.eps,
+            amsgrad=False,
+            maximize=False,
+        )
 
 
 def _along(values: Tensor, like: Tensor) -> Tensor:

@@ -2,15 +2,19 @@
 
 from fedloom.kernels.cohort import convolved, mapped, normalised, pooled, serves, shortened
 from fedloom.kernels.counters import drawn, folded
+from fedloom.kernels.crossentropies import cross_entropies
 from fedloom.kernels.entropy import negative_entropy
 from fedloom.kernels.fusions import acted, chained
+from fedloom.kernels.products import linear
 
 __all__ = [
     "acted",
     "chained",
     "convolved",
+    "cross_entropies",
     "drawn",
     "folded",
+    "linear",
     "mapped",
     "negative_entropy",
     "normalised",

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fedloom import kernels
 from fedloom.aggregators.block_sampling import block_of, sampled
 from fedloom.errors import Conflict, UserError
 from fedloom.record import Method
@@ -281,7 +282,7 @@ def _lambda(plan: Plan, view: View, seen: Seen) -> float | Tensor:
 
 def _head_loss(view: View, u: Tensor, j: int) -> Tensor:
     """``CE^j``: the loss of block j's auxiliary head on its features."""
-    return view.loss(F.linear(u, *(view.leaves[f"{OWNER}:{j}.head.{p}"] for p in ("weight", "bias"))))
+    return view.loss(kernels.linear(u, *(view.leaves[f"{OWNER}:{j}.head.{p}"] for p in ("weight", "bias"))))
 
 
 def _distance(plan: Plan, u: Tensor, batch: Batch, centres: Tensor, known: Tensor) -> Tensor:
@@ -294,7 +295,7 @@ def _nearest(u: Tensor, batch: Batch, centres: Tensor, known: Tensor) -> Tensor:
     y = batch.y.long()
     logits = -((u[:, None] - centres[None]) ** 2).sum(2)
     logits = torch.where(known > 0, logits, torch.full_like(logits, -1e9))
-    return batch.mean(known[y] * F.cross_entropy(logits, y, reduction="none"))
+    return batch.mean(known[y] * kernels.cross_entropies(logits, y))
 
 
 def _adapter(leaves: Leaves, j: int, centres: Tensor, plan: Plan) -> Tensor:
@@ -302,7 +303,7 @@ def _adapter(leaves: Leaves, j: int, centres: Tensor, plan: Plan) -> Tensor:
     if not plan.adapts:
         return centres
     first, last = ([leaves[f"{OWNER}:{j}.{part}.{p}"] for p in ("weight", "bias")] for part in ("hidden", "out"))
-    return F.linear(F.relu(F.linear(centres, *first)), *last)
+    return kernels.linear(F.relu(kernels.linear(centres, *first)), *last)
 
 
 def _build(plan: Plan, structure: Structure, generator: np.random.Generator) -> Leaves:

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fedloom import kernels
 from fedloom.errors import UserError
 from fedloom.tasks.base import Metrics, Task
 from fedloom.types import Batch, Leaves
@@ -47,13 +48,13 @@ def per_class(confusion: Tensor) -> dict[str, Tensor]:
 
 
 def _ce_mean(output: Tensor, batch: Batch) -> Tensor:
-    if batch.mask is None:
+    if batch.mask is None and not kernels.serves(output):
         return F.cross_entropy(output, batch.y)
-    return batch.mean(F.cross_entropy(output, batch.y, reduction="none"))
+    return batch.mean(kernels.cross_entropies(output, batch.y))
 
 
 def _ce_statistics(output: Tensor, batch: Batch) -> Leaves:
-    losses = F.cross_entropy(output, batch.y, reduction="none")
+    losses = kernels.cross_entropies(output, batch.y)
     return {
         "loss": batch.sum(losses.double()),
         "confusion": _confusion(output.argmax(1), batch.y, batch.mask, output.shape[1]),
@@ -186,7 +187,7 @@ def _pixel_weights(y: Tensor, weights: Sequence[float] | None, dtype: torch.dtyp
 
 def _pixel_losses(output: Tensor, y: Tensor, weights: Sequence[float] | None) -> tuple[Tensor, Tensor]:
     """Weighted losses and weights of each row, summed over its pixels."""
-    losses = F.cross_entropy(output, y, ignore_index=IGNORE, reduction="none")
+    losses = kernels.cross_entropies(output, y, IGNORE)
     weight = _pixel_weights(y, weights, losses.dtype)
     losses = losses if weights is None else losses * weight
     return losses.flatten(1).sum(1), weight.flatten(1).sum(1)
@@ -276,7 +277,7 @@ def _check_pixels(width: int, y: Tensor, who: str) -> None:
 
 TASKS: dict[str, Task] = {
     "classification": Task(
-        lambda out, y: F.cross_entropy(out, y, reduction="none"),
+        kernels.cross_entropies,
         predict=lambda out: out.argmax(1),
         primary="accuracy",
         higher_is_better=True,
