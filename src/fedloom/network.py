@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedloom import layers
+from fedloom import layers, overwrites
 from fedloom.errors import UserError
 from fedloom.structure import Call, LeafInfo, Structure
 from fedloom.types import Inputs, Leaves
@@ -33,6 +33,7 @@ class Network:
     _head: nn.Module | None = None
     _mode: tuple[bool, frozenset[str]] | None = None
     _hooked: set[str] = field(default_factory=set)
+    _lasting: frozenset[str] = frozenset()
 
     def __call__(
         self,
@@ -68,12 +69,13 @@ class Network:
         """Makes the outputs of these modules available to frames (``"z"``: the head's input)."""
         modules = dict(self.module.named_modules())
         for name in sorted(names - self._hooked):
+            last = name in self._lasting
             if name == "z":
                 if self._head is None:
                     raise UserError("the method needs the head's input, but no head was found; name it with head='...'")
-                self._head.register_forward_pre_hook(_at_head)
+                self._head.register_forward_pre_hook(_at_head(last))
             elif name in modules:
-                modules[name].register_forward_hook(_keeper(name))
+                modules[name].register_forward_hook(_keeper(name, last))
             else:
                 raise UserError(f"the model has no module {name!r} to tap")
             self._hooked.add(name)
@@ -109,9 +111,7 @@ class Network:
         return x.to(dtype) if x.is_floating_point() and x.dtype != dtype else x
 
     def _call(self, x: Inputs) -> Any:
-        if isinstance(x, Tensor):
-            return self.module(x)
-        return self.module(**x) if isinstance(x, dict) else self.module(*x)
+        return _called(self.module, x)
 
     def _load(self, leaves: Leaves) -> None:
         for holder, key, name in self._places:
@@ -127,24 +127,37 @@ class Network:
         self._mode = (train, still)
 
 
-def _keeper(name: str) -> Callable[..., None]:
+def _called(module: nn.Module, x: Inputs) -> Any:
+    if isinstance(x, Tensor):
+        return module(x)
+    return module(**x) if isinstance(x, dict) else module(*x)
+
+
+def _kept(x: Tensor, frame: layers.Frame, lasts: bool) -> Tensor:
+    """A feature as it is now: a copy where a layer behind it, or a rewritten head's input, may work in place."""
+    return x if lasts and frame.rewrite is None else x.clone()
+
+
+def _keeper(name: str, lasts: bool) -> Callable[..., None]:
     def keep(module: nn.Module, args: Any, output: Any) -> None:
         frame = layers.current()
         if frame is not None and name in frame.wanted:
-            # A copy: a layer that works in place behind this one would overwrite the feature.
-            frame.features[name] = _tensor_of(output).clone()
+            frame.features[name] = _kept(_tensor_of(output), frame, lasts)
 
     return keep
 
 
-def _at_head(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    frame = layers.current()
-    if frame is None:
-        return None
-    z = args[0]
-    if "z" in frame.wanted:
-        frame.features["z"] = z.clone()
-    return None if frame.rewrite is None else (frame.rewrite(z), *args[1:])
+def _at_head(lasts: bool) -> Callable[..., tuple[Any, ...] | None]:
+    def keep(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        frame = layers.current()
+        if frame is None:
+            return None
+        z = args[0]
+        if "z" in frame.wanted:
+            frame.features["z"] = _kept(z, frame, lasts)
+        return None if frame.rewrite is None else (frame.rewrite(z), *args[1:])
+
+    return keep
 
 
 def _tensor_of(output: Any) -> Tensor:
@@ -198,7 +211,8 @@ def build(
     layers.prepare(module)
     unknown = Structure((), (), None, None, 0, task, dtype=dtype)
     network = Network(module, unknown, scale)
-    calls, output, heads = _trace(module, network.prepared(sample), network)
+    prepared = network.prepared(sample)
+    calls, output, heads = _trace(module, prepared, network)
     names = dict(module.named_modules())
     head_name = _named_head(module, head) if head is not None else _find_head(heads, output, names)
     if head_name is not None:
@@ -221,6 +235,7 @@ def build(
     network.batch_norm = any(layers.is_norm(part) for part in module.modules())
     network.start = {leaf.name: state[leaf.name].detach().clone() for leaf in network.structure.leaves}
     network.channels_last = _runs_channels_last(network, sample)
+    network._lasting = overwrites.lasting(module, lambda part: _called(part, prepared), _tensor_of, head_name)
     return network
 
 
