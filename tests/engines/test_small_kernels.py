@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from fedloom import kernels, rng
+from fedloom.taps.losses import both_terms
+from fedloom.types import Batch
 from tests.engines.test_kernels import DEVICE, compare, cuda, random
 
 KEYS = torch.tensor([rng.key_of(seed, "noise") for seed in range(5)] + [0, 2**63 - 1])
@@ -33,45 +38,49 @@ def test_keys() -> None:
 
 
 @cuda
-@pytest.mark.parametrize("shape", [(3, 4, 5, 7, 6), (2, 2, 70, 129), (1, 2, 1, 3), (2, 3, 4200, 2)])
-def test_negative_entropy(shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("many", [1, 256], ids=["many rows", "few rows"])
+@pytest.mark.parametrize("shape", [(3, 4, 5, 7, 6), (2, 2, 70, 129), (1, 2, 1, 3), (2, 3, 4200, 2), (1, 1, 3, 1100)])
+def test_means_and_negative_entropies(shape: tuple[int, ...], many: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fedloom.kernels import softmaxes
+
+    monkeypatch.setattr(softmaxes, "MANY", many)
     z = (random(*shape) * 30).detach().requires_grad_()  # some positions are all but decided
 
     def ours(z: Tensor) -> Tensor:
-        value = kernels.negative_entropy(z)
-        assert value is not None
-        return value
+        found = kernels.summarised(z)
+        assert found is not None
+        return torch.cat([found[0], found[1][:, None]], 1)
 
-    logs = F.log_softmax(z, 2)
-    compare(torch.vmap(ours)(z), (logs.exp() * logs).sum(2), [z])
-
-
-@cuda
-@pytest.mark.parametrize("shape", [(3, 4, 5), (2, 3, 11, 6, 7), (2, 2, 70, 129), (1, 2, 1, 3), (2, 3, 4200)])
-@pytest.mark.parametrize("unused", [-100, 2])
-def test_cross_entropies(shape: tuple[int, ...], unused: int) -> None:
-    z = (random(*shape) * 30).detach().requires_grad_()
-    draw = torch.Generator().manual_seed(1)
-    y = torch.randint(0, shape[2], (*shape[:2], *shape[3:]), generator=draw).to(DEVICE)
-    y.view(-1)[0] = unused
-    expected = F.cross_entropy(z.flatten(0, 1), y.flatten(0, 1), ignore_index=unused, reduction="none").view(y.shape)
-    launched = torch.vmap(lambda z, y: kernels.cross_entropies(z, y, unused))(z, y)
-    assert "CohortCrossEntropy" in type(launched.grad_fn).__name__
-    compare(launched, expected, [z])
+    for part in (slice(None), slice(0, shape[2]), slice(shape[2], None)):  # both, or a gradient of one of them alone
+        logs = F.log_softmax(z, 2)
+        entropy = (logs.exp() * logs).sum(2).flatten(2).mean(2)
+        theirs = torch.cat([z.flatten(3).mean(3), entropy[..., None]], 2)
+        compare(torch.vmap(ours)(z)[..., part], theirs[..., part], [z])
 
 
 @cuda
-@pytest.mark.parametrize("shape", [(7, 5), (2, 7, 5)])
-@pytest.mark.parametrize("bias", [True, False])
-def test_linear(shape: tuple[int, ...], bias: bool) -> None:
-    x, w, b = random(3, *shape), random(3, 4, 5), random(3, 4) if bias else None
-    inputs = [t for t in (x, w, b) if t is not None]
-    found = torch.vmap(lambda *each: kernels.linear(each[0], each[1], each[2] if bias else None))(*inputs)
-    assert "CohortLinear" in type(found.grad_fn).__name__
-    expected = torch.stack([F.linear(x[i], w[i], None if b is None else b[i]) for i in range(3)])
-    (gradient,) = torch.autograd.grad(found.sum(), [w], retain_graph=True)
-    compare(found, expected, inputs)
-    assert gradient.is_contiguous(), "optimisers read it beside the weights"
+def test_both_terms_of_a_feature_share_their_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    z, weight, bias = random(2, 4, 3, 5, 6), random(2, 7, 3), random(2, 7)
+    y, mask = torch.arange(8, device=DEVICE).view(2, 4) % 7, torch.tensor([[1.0, 1, 1, 0], [1, 1, 0, 0]], device=DEVICE)
+    launched: list[int] = []
+    monkeypatch.setattr(
+        kernels.entropy._CohortSummary, "apply", _noting(launched, kernels.entropy._CohortSummary.apply)
+    )
+
+    def terms(task: str, z: Tensor, weight: Tensor, bias: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+        batch = Batch(y, y, mask)
+        view: Any = SimpleNamespace(
+            structure=SimpleNamespace(task=task),
+            batch=batch,
+            loss=lambda out: batch.mean(F.cross_entropy(out, y, reduction="none")),
+        )
+        return torch.stack(both_terms(view, z, weight, bias, batch))
+
+    inputs = [z, weight, bias]
+    theirs = torch.stack([terms("classification", *(t[i] for t in (*inputs, y, mask))) for i in range(2)])
+    assert not launched
+    compare(torch.vmap(lambda *a: terms("classification", *a))(*inputs, y, mask), theirs, inputs)
+    assert len(launched) == 1
 
 
 def _noting(launched: list[int], apply):  # type: ignore[no-untyped-def]

@@ -3,7 +3,7 @@
 from fedloom.kernels.cohort import convolved, mapped, normalised, pooled, serves, shortened
 from fedloom.kernels.counters import drawn, folded
 from fedloom.kernels.crossentropies import cross_entropies
-from fedloom.kernels.entropy import negative_entropy
+from fedloom.kernels.entropy import summarised
 from fedloom.kernels.fusions import acted, chained
 from fedloom.kernels.products import linear
 
@@ -16,9 +16,9 @@ __all__ = [
     "folded",
     "linear",
     "mapped",
-    "negative_entropy",
     "normalised",
     "pooled",
     "serves",
     "shortened",
+    "summarised",
 ]

@@ -1,4 +1,4 @@
-"""The negative entropy of a cohort's features over their channels, on CUDA under ``vmap``: two passes instead of two dozen."""
+"""What is asked of a cohort's features, on CUDA under ``vmap``: their mean over positions and their negative entropy over channels."""
 
 from __future__ import annotations
 
@@ -10,31 +10,38 @@ from torch import Tensor
 from fedloom.kernels.cohort import _Lifted, serves
 
 
-def negative_entropy(z: Tensor) -> Tensor | None:
-    """``sum_c p_c log p_c`` with p the softmax over axis 1, of one client inside ``vmap``; None where no kernel serves."""
+def summarised(z: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Means over positions of ``z`` and of ``sum_c p_c log p_c``, p the softmax over axis 1, of one client inside ``vmap``.
+
+    Args:
+        z: (rows, channels, positions...).
+
+    Returns:
+        (rows, channels) and (rows,), of which the backward pass is one; None where no kernel serves.
+    """
     if z.dim() < 3 or not z.numel() or not z.is_floating_point() or not serves(z):
         return None
-    value: Tensor = _Lifted.apply(_CohortEntropy, z)  # type: ignore[no-untyped-call]
-    return value
+    mean, entropy = _Lifted.apply(_CohortSummary, z)  # type: ignore[no-untyped-call]
+    return mean, entropy
 
 
-class _CohortEntropy(torch.autograd.Function):
+class _CohortSummary(torch.autograd.Function):
     """z: (clients, rows, channels, positions...)."""
 
     @staticmethod
-    def forward(ctx: Any, z: Tensor) -> Tensor:
+    def forward(ctx: Any, z: Tensor) -> tuple[Tensor, Tensor]:
         from fedloom.kernels import softmaxes
 
         flat = z.contiguous().flatten(0, 1).flatten(2)
-        value, log_sum = softmaxes.negative_entropy(flat)
+        mean, entropy, value, log_sum = softmaxes.summed_up(flat)
         ctx.save_for_backward(flat, value, log_sum)
         ctx.size = z.shape
-        return value.view(*z.shape[:2], *z.shape[3:]).to(z.dtype)
+        return mean.view(z.shape[:3]).to(z.dtype), entropy.view(z.shape[:2]).to(z.dtype)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Tensor:
+    def backward(ctx: Any, d_mean: Tensor, d_entropy: Tensor) -> Tensor:
         from fedloom.kernels import softmaxes
 
         flat, value, log_sum = ctx.saved_tensors
-        slope = dy.to(value.dtype).contiguous().view(value.shape)
-        return softmaxes.negative_entropy_back(flat, value, log_sum, slope).view(ctx.size)
+        slopes = d_mean.contiguous(), d_entropy.contiguous()
+        return softmaxes.summed_up_back(flat, value, log_sum, *slopes).view(ctx.size)

@@ -51,8 +51,24 @@ def entropy_term(z: Tensor, batch: Batch, axis: int = 1) -> Tensor:
     Reference: OmniISR, eq. 4, as a mean.
     """
     z = z.movedim(axis, 1)
-    entropy = kernels.negative_entropy(z)
-    if entropy is None:
-        logs = F.log_softmax(z, 1)
-        entropy = (logs.exp() * logs).sum(1)
-    return batch.mean(entropy.reshape(entropy.shape[0], -1).mean(1))
+    found = kernels.summarised(z)
+    return batch.mean(_entropies(z) if found is None else found[1])
+
+
+def both_terms(
+    view: View, z: Tensor, weight: Tensor, bias: Tensor, batch: Batch, axis: int = 1
+) -> tuple[Tensor, Tensor]:
+    """``MI_m`` and ``NE_m`` of one feature, as :func:`information_term` and :func:`entropy_term` have them.
+
+    Where the adapter reads pooled features, a kernel makes both means over positions in one pass, and their gradient in another.
+    """
+    found = None if view.structure.task == "segmentation" else kernels.summarised(z.movedim(axis, 1))
+    if found is None:
+        return information_term(view, z, weight, bias, axis), entropy_term(z, batch, axis)
+    return information_term(view, found[0], weight, bias), batch.mean(found[1])
+
+
+def _entropies(z: Tensor) -> Tensor:
+    """Per row the mean over positions of ``sum_c p_c log p_c``; channels are axis 1."""
+    logs = F.log_softmax(z, 1)
+    return (logs.exp() * logs).sum(1).reshape(z.shape[0], -1).mean(1)
