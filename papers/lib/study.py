@@ -7,6 +7,7 @@ the log are not repeated, so a script may be stopped and started again.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import math
 import time
@@ -44,6 +45,11 @@ def arguments(doc: str | None, out: Path, **defaults: Any) -> argparse.ArgumentP
     parser.add_argument(
         "--shard", default="0/1", help="i/n: only every n-th case from the i-th; several processes may share a log"
     )
+    parser.add_argument(
+        "--queue",
+        type=Path,
+        help="an empty folder that several processes share: each takes the next case that none has taken",
+    )
     parser.add_argument("--table", action="store_true", help="show the table of what is in the log, run nothing")
     return parser
 
@@ -72,6 +78,8 @@ def play(cases: Iterable[Case], run: Callable[[Case], dict[str, Any]], log: Path
         started = time.perf_counter()
         if started - begun + longest > options.stop_after:
             return
+        if options.queue is not None and not _taken(case, options.queue):
+            continue
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
         try:
@@ -87,6 +95,17 @@ def play(cases: Iterable[Case], run: Callable[[Case], dict[str, Any]], log: Path
             file.write(json.dumps(line) + "\n")
         shown = {k: round(v, 4) for k, v in found.items() if isinstance(v, float)}
         print(json.dumps({**case, **shown, "wall": round(wall, 1)}), flush=True)
+
+
+def _taken(case: Case, queue: Path) -> bool:
+    """Whether this process is the first to ask for a case."""
+    queue.mkdir(parents=True, exist_ok=True)
+    name = hashlib.sha256(json.dumps(case, sort_keys=True).encode()).hexdigest()[:24]
+    try:
+        (queue / name).touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
 
 
 def conduct(

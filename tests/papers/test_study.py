@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,9 @@ CASES = [{"name": name, "seed": seed} for seed in (0, 1) for name in ("a", "b")]
 
 
 def options(**changes: Any) -> argparse.Namespace:
-    return argparse.Namespace(**{"stop_after": math.inf, "shard": "0/1", "device": "cpu", "every": 0, **changes})
+    return argparse.Namespace(
+        **{"stop_after": math.inf, "shard": "0/1", "queue": None, "device": "cpu", "every": 0, **changes}
+    )
 
 
 def test_finished_runs_are_not_repeated_and_shards_share_a_log(tmp_path: Path) -> None:
@@ -38,6 +41,23 @@ def test_finished_runs_are_not_repeated_and_shards_share_a_log(tmp_path: Path) -
     study.play(CASES, run, log, options())
     assert sorted(made) == [("a", 0), ("a", 1), ("b", 0), ("b", 1)]
     assert len(study.read(log)) == 4
+
+
+def test_processes_that_share_a_queue_take_each_case_once(tmp_path: Path) -> None:
+    def run_of(name: str) -> Callable[[study.Case], dict[str, Any]]:
+        def run(case: study.Case) -> dict[str, Any]:
+            ran.append((name, case))
+            if name == "a" and len(ran) == 1:  # another process begins while this one is at its first case
+                study.play(CASES, run_of("b"), log, options(queue=tmp_path / "queue"))
+            return {"accuracy": 1.0}
+
+        return run
+
+    ran: list[tuple[str, study.Case]] = []
+    log = tmp_path / "log.jsonl"
+    study.play(CASES, run_of("a"), log, options(queue=tmp_path / "queue"))
+    assert ran == [("a", CASES[0]), *(("b", case) for case in CASES[1:])]
+    assert len(study.read(log)) == len(CASES)
 
 
 def test_no_run_begins_that_would_end_too_late_and_a_failed_one_is_a_line(tmp_path: Path) -> None:
