@@ -239,7 +239,8 @@ class CohortMaxPool2d(nn.MaxPool2d):
 class _Chained(nn.Sequential):
     """A container that takes normalisation, ReLU and pooling at once where a kernel serves a cohort.
 
-    Containers of any class borrow its ``forward``. A chain ends where somebody listens to a layer inside of it.
+    Containers of any class borrow its ``forward``. A chain ends where somebody listens to a layer inside of it; but if it is the
+    frame that wants what the ReLU returns, and windows fill the map, the kernel hands that out too.
     """
 
     _chain_names: tuple[str | None, ...]  # of its layers in the whole model; None for those that no chain may have
@@ -269,24 +270,35 @@ def _chain(parts: tuple[Any, ...], names: tuple[str | None, ...], at: int, x: An
     fresh = at > 0 and type(parts[at - 1]) in (CohortConv2d, MaskedBatchNorm2d) and listening[at - 1] is not None
     if norm is None and relu.inplace and not fresh:
         return None
-    window, behind = (1, 1), parts[end] if end < len(parts) else None
-    if type(behind) is CohortMaxPool2d and listening[end - 1] is False and listening[end] is not None:
-        found = behind.window()
-        if found is not None and all(k <= side for k, side in zip(found, x.shape[2:], strict=True)):
-            window, end = found, end + 1
-    six = type(relu) is nn.ReLU6
+    heard, window = listening[end - 1] is True, None
+    if end < len(parts) and listening[end] is not None:
+        window = _window(parts[end], x.shape[2:], whole=heard)
+    apart, six = heard and window is not None, type(relu) is nn.ReLU6
+    window, end = ((1, 1), end) if window is None else (window, end + 1)
+    made: list[Tensor]
     if norm is not None:
         assert frame is not None
-        y, mean, var, count = kernels.chained(x, frame.mask, norm.weight, norm.bias, norm.eps, window, six=six)
+        call = kernels.chained_apart if apart else kernels.chained
+        *made, mean, var, count = call(x, frame.mask, norm.weight, norm.bias, norm.eps, window, six=six)
         if norm.training and norm.running_mean is not None:
             norm._track(mean, var, count)
     elif window != (1, 1):
-        y = kernels.acted(x, window, six=six)
+        made = [*kernels.acted_apart(x, window, six=six)] if apart else [kernels.acted(x, window, six=six)]
     else:
         return None
-    for hook in parts[end - 1]._forward_hooks.values():
-        hook(parts[end - 1], (x,), y)
-    return y, end
+    for part, output in zip(parts[end - len(made) : end], reversed(made), strict=True):
+        for hook in part._forward_hooks.values():
+            hook(part, (x,), output)
+    return made[0], end
+
+
+def _window(part: nn.Module, size: torch.Size, *, whole: bool) -> tuple[int, int] | None:
+    """The windows of a pooling layer that a chain can take along, ``whole`` if they must fill the map; None for other layers."""
+    window = part.window() if type(part) is CohortMaxPool2d else None
+    if window is None or any(k > side for k, side in zip(window, size, strict=True)):
+        return None
+    filled = window != (1, 1) and not any(side % k for k, side in zip(window, size, strict=True))
+    return window if filled or not whole else None
 
 
 def _fits(norm: _MaskedBatchNorm, x: Tensor, frame: Frame | None) -> bool:

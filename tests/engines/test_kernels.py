@@ -253,8 +253,8 @@ class Cohort:
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Which chains went through one kernel."""
     seen: list[str] = []
-    for name in ("chained", "acted"):
-        fn, place = getattr(kernels, name), 5 if name == "chained" else 1
+    for name in ("chained", "chained_apart", "acted", "acted_apart"):
+        fn, place = getattr(kernels, name), 5 if name.startswith("chained") else 1
 
         def spy(*args, fn=fn, place=place, name=name, **options):
             seen.append(f"{name} {args[place][0]}x{args[place][1]}")
@@ -283,10 +283,10 @@ def test_chains_end_where_somebody_listens(taken: list[str], monkeypatch: pytest
     pooled = "chained 2x2"
     for wanted, expected in {
         "": [pooled],
-        f"{block}.act": ["chained 1x1"],
+        f"{block}.act": ["chained_apart 2x2"],
         f"{block}.pool {block}.conv z": [pooled],
         f"{block}.norm": ["acted 2x2"],
-        f"{block}.norm {block}.act {block}.pool": [],
+        f"{block}.norm {block}.act {block}.pool": ["acted_apart 2x2"],
     }.items():
         taken.clear()
         same(cohort, monkeypatch, wanted)

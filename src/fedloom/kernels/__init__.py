@@ -4,12 +4,14 @@ from fedloom.kernels.cohort import convolved, mapped, normalised, pooled, serves
 from fedloom.kernels.counters import drawn, folded
 from fedloom.kernels.crossentropies import cross_entropies
 from fedloom.kernels.entropy import summarised
-from fedloom.kernels.fusions import acted, chained
+from fedloom.kernels.fusions import acted, acted_apart, chained, chained_apart
 from fedloom.kernels.products import linear
 
 __all__ = [
     "acted",
+    "acted_apart",
     "chained",
+    "chained_apart",
     "convolved",
     "cross_entropies",
     "drawn",

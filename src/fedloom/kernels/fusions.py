@@ -16,6 +16,12 @@ def acted(x: Tensor, window: Pair, *, six: bool = False) -> Tensor:
     return y
 
 
+def acted_apart(x: Tensor, window: Pair, *, six: bool = False) -> tuple[Tensor, Tensor]:
+    """As :func:`acted`, and what the ReLU returns; the windows fill the map."""
+    y, act = _Lifted.apply(_CohortTappedActivation, x, window, six, torch.is_grad_enabled())  # type: ignore[no-untyped-call]
+    return y, act
+
+
 def chained(
     x: Tensor,
     mask: Tensor | None,
@@ -43,6 +49,24 @@ def chained(
     keep = torch.is_grad_enabled()
     y, mean, var, count = _Lifted.apply(_CohortChain, x, mask, weight, bias, eps, window, six, keep)  # type: ignore[no-untyped-call]
     return y, mean, var, count
+
+
+def chained_apart(
+    x: Tensor,
+    mask: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    window: Pair,
+    *,
+    six: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """As :func:`chained`, and behind the output what the ReLU returns; the windows fill the map."""
+    keep = torch.is_grad_enabled()
+    y, act, mean, var, count = _Lifted.apply(  # type: ignore[no-untyped-call]
+        _CohortTappedChain, x, mask, weight, bias, eps, window, six, keep
+    )
+    return y, act, mean, var, count
 
 
 class _CohortActivation(torch.autograd.Function):
@@ -110,3 +134,72 @@ class _CohortChain(torch.autograd.Function):
             (None, None) if weight is None else (sums[..., 1].to(weight.dtype), sums[..., 0].to(weight.dtype))
         )
         return dx, None, dweight, dbias, None, None, None, None
+
+
+class _CohortTappedActivation(torch.autograd.Function):
+    """x: (clients, batch, channels, height, width)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, window: Pair, six: bool, keep: bool) -> tuple[Tensor, Tensor]:
+        from fedloom.kernels import patches
+
+        act = x.new_empty(x.shape)
+        y, place, _ = patches.chained(x.contiguous(), window, None, six=six, keep=keep, act=act)
+        ctx.save_for_backward(place, act)
+        ctx.window, ctx.six = window, six
+        return y, act
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor, d_act: Tensor) -> tuple[Tensor | None, ...]:
+        return _before_relu(ctx, dy, d_act, *ctx.saved_tensors), None, None, None
+
+
+class _CohortTappedChain(torch.autograd.Function):
+    """x: (clients, batch, channels, height, width); mask: (clients, batch); weight and bias: (clients, channels)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        mask: Tensor | None,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
+        window: Pair,
+        six: bool,
+        keep: bool,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        from fedloom.kernels import norms, patches
+
+        x = x.contiguous()
+        mask, weight, bias = (None if t is None else t.contiguous() for t in (mask, weight, bias))
+        mean, var, count = norms.moments(x.flatten(3), mask)
+        scale = torch.rsqrt(var + eps)
+        act = torch.empty_like(x)
+        y, place, _ = patches.chained(x, window, (mean, scale, weight, bias), six=six, keep=keep, act=act)
+        ctx.save_for_backward(x, place, act, mask, weight, mean, scale, count.clamp(min=1))
+        ctx.window, ctx.six = window, six
+        ctx.mark_non_differentiable(mean, var, count)
+        return y, act, mean, var, count
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor, d_act: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        from fedloom.kernels import norms
+
+        x, place, act, mask, weight, mean, scale, count = ctx.saved_tensors
+        arrived = _before_relu(ctx, dy, d_act, place, act)
+        dx, sums = norms.back(x.flatten(3), arrived.flatten(3), mask, mean, scale, weight, count)
+        dweight, dbias = (
+            (None, None) if weight is None else (sums[..., 1].to(weight.dtype), sums[..., 0].to(weight.dtype))
+        )
+        return dx.view(x.shape), None, dweight, dbias, None, None, None, None
+
+
+def _before_relu(ctx: Any, dy: Tensor, d_act: Tensor, place: Tensor, act: Tensor) -> Tensor:
+    """The gradient in front of a ReLU of which both the output and the pooled output are used."""
+    from fedloom.kernels import patches
+
+    flat = act.flatten(1, 2)
+    tapped = flat, d_act.contiguous().flatten(1, 2)
+    pooled = dy.contiguous().flatten(1, 2)
+    return patches.returned(pooled, place.flatten(1, 2), flat.shape, ctx.window, tapped, six=ctx.six).view(act.shape)

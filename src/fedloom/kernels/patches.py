@@ -11,9 +11,10 @@ Windows do not overlap. In a chain of [batch normalisation,] ReLU and pooling, w
 
     y_w = relu(max_{p in w} v_p)      dv_p = dy_w [p = argmax, the first one] [v_p > 0]
 
-so that neither ``v`` nor ``relu(v)`` is ever in memory. The place of a window's maximum is kept in a byte, 255 where ReLU lets no
+so that neither ``v`` nor, unless it is asked for, ``relu(v)`` is ever in memory. The place of a window's maximum is kept in a byte, 255 where ReLU lets no
 gradient through, and ``x`` at that place: sums over windows then need a quarter of ``x`` for windows of 2x2, and the gradient
-of ReLU and pooling alone does not need ``x`` at all. Imported on machines with CUDA only.
+of ReLU and pooling alone does not need ``x`` at all. A gradient ``d`` of ``relu(v)`` itself joins on the way back:
+``dv_p = (d_p + dy_w [p = argmax]) [v_p > 0]``. Imported on machines with CUDA only.
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc,type-arg,import-untyped,import-not-found"
@@ -165,9 +166,9 @@ def _pool(
 
 @triton.jit
 def _unpool(
-    dy, place, dx, cells,
+    dy, place, act, d_act, dx, cells,
     H: tl.constexpr, W: tl.constexpr, OH: tl.constexpr, OW: tl.constexpr, R: tl.constexpr, S: tl.constexpr,
-    BQ: tl.constexpr,
+    ACT: tl.constexpr, SIX: tl.constexpr, BQ: tl.constexpr,
 ):  # fmt: skip
     client = tl.program_id(1).to(tl.int64)
     q = tl.program_id(0) * BQ + tl.arange(0, BQ)
@@ -181,7 +182,12 @@ def _unpool(
     where = plane * (OH * OW) + i * OW + j
     chosen = tl.load(place + where, mask=inside, other=255)
     value = tl.load(dy + where, mask=inside, other=0.0)
-    tl.store(dx + q, tl.where(chosen == (h % R) * S + w % S, value, 0.0), mask=q < cells)
+    value = tl.where(chosen == (h % R) * S + w % S, value, 0.0)
+    if ACT:
+        opened = tl.load(act + client * cells + q, mask=q < cells, other=0.0)
+        value += tl.load(d_act + client * cells + q, mask=q < cells, other=0.0)
+        value = tl.where(shut(opened, SIX), 0.0, value)
+    tl.store(dx + q, value, mask=q < cells)
 
 
 @triton.jit
@@ -206,10 +212,31 @@ def _larger(
 
 
 @triton.jit
+def _relu(value, SIX: tl.constexpr):
+    """A ReLU (of at most 6), NaN for NaN."""
+    value = tl.where(value <= 0.0, 0.0, value)
+    if SIX:
+        value = tl.where(value >= 6.0, 6.0, value)
+    return value
+
+
+@triton.jit
+def _opened(
+    raw, middle, factor, gain, shift, NORM: tl.constexpr, AFFINE: tl.constexpr, SIX: tl.constexpr, SUM: tl.constexpr
+):
+    """What the ReLU returns for values of x."""
+    if NORM:
+        value = normal(raw, middle, factor, gain, shift, AFFINE, SUM)
+    else:
+        value = raw.to(SUM)
+    return _relu(value, SIX).to(raw.dtype)
+
+
+@triton.jit
 def _chain(
-    x, y, place, kept, mean, scale, weight, bias, planes, channels,
+    x, y, act, place, kept, mean, scale, weight, bias, planes, channels,
     H: tl.constexpr, W: tl.constexpr, OH: tl.constexpr, OW: tl.constexpr, R: tl.constexpr, S: tl.constexpr,
-    NORM: tl.constexpr, AFFINE: tl.constexpr, SIX: tl.constexpr, KEEP: tl.constexpr, SUM: tl.constexpr,
+    NORM: tl.constexpr, AFFINE: tl.constexpr, SIX: tl.constexpr, ACT: tl.constexpr, KEEP: tl.constexpr, SUM: tl.constexpr,
     BP: tl.constexpr, BQ: tl.constexpr,
 ):  # fmt: skip
     client = tl.program_id(2).to(tl.int64)
@@ -218,6 +245,7 @@ def _chain(
     row = plane < planes
     here = row[:, None] & (q < OH * OW)[None, :]
     x += client * planes * (H * W)
+    act += client * planes * (H * W)
     middle = 0.0
     factor = 1.0
     gain = 1.0
@@ -239,6 +267,9 @@ def _chain(
         pixel = (plane * (H * W))[:, None] + ((p // (2 * OW)) * (R * W) + p % (2 * OW))[None, :]
         for r in tl.static_range(R):
             pair = tl.load(x + (pixel + r * W), mask=both, other=0.0)
+            if ACT:
+                made = _opened(pair, middle, factor, gain, shift, NORM, AFFINE, SIX, SUM)
+                tl.store(act + (pixel + r * W), made, mask=both)
             left, right = tl.split(tl.reshape(pair, (BP, BQ, 2)))
             best, winner, spot = _larger(
                 left, best, winner, spot, middle, factor, gain, shift, r * 2, NORM, AFFINE, SUM
@@ -251,16 +282,16 @@ def _chain(
         for r in tl.static_range(R):
             for s in tl.static_range(S):
                 raw = tl.load(x + (corner + (r * W + s)), mask=here, other=0.0)
+                if ACT:
+                    made = _opened(raw, middle, factor, gain, shift, NORM, AFFINE, SIX, SUM)
+                    tl.store(act + (corner + (r * W + s)), made, mask=here)
                 best, winner, spot = _larger(
                     raw, best, winner, spot, middle, factor, gain, shift, r * S + s, NORM, AFFINE, SUM
                 )
-    out = tl.where(best <= 0.0, 0.0, best)
-    if SIX:
-        out = tl.where(best >= 6.0, 6.0, out)
     first = client * planes * (OH * OW)
     y += first
     where = (plane * (OH * OW))[:, None] + q[None, :]
-    tl.store(y + where, out.to(y.dtype.element_ty), mask=here)
+    tl.store(y + where, _relu(best, SIX).to(y.dtype.element_ty), mask=here)
     if KEEP:
         place += first
         tl.store(place + where, tl.where(shut(best, SIX), 255, spot).to(tl.uint8), mask=here)
@@ -304,15 +335,25 @@ def largest(x: Tensor, y: Tensor, kernel: tuple[int, int]) -> Tensor:
     return place
 
 
-def returned(dy: Tensor, place: Tensor, size: torch.Size, kernel: tuple[int, int]) -> Tensor:
-    """The gradient of :func:`largest`."""
+def returned(
+    dy: Tensor,
+    place: Tensor,
+    size: torch.Size,
+    kernel: tuple[int, int],
+    tapped: tuple[Tensor, Tensor] | None = None,
+    *,
+    six: bool = False,
+) -> Tensor:
+    """The gradient of :func:`largest`; of the chain if ``tapped`` gives the ReLU's output and the gradient that it got itself."""
     dx = dy.new_empty(size)
     clients, planes, height, width = size
     cells = planes * height * width
     rows, columns = dy.shape[2:]
+    act, d_act = (dy, dy) if tapped is None else tapped
     _unpool[(triton.cdiv(cells, 1024), clients)](
-        dy, place, dx, cells, H=height, W=width, OH=rows, OW=columns, R=kernel[0], S=kernel[1], BQ=1024, num_warps=4
-    )
+        dy, place, act, d_act, dx, cells, H=height, W=width, OH=rows, OW=columns, R=kernel[0], S=kernel[1],
+        ACT=tapped is not None, SIX=six, BQ=1024, num_warps=4,
+    )  # fmt: skip
     return dx
 
 
@@ -323,6 +364,7 @@ def chained(
     *,
     six: bool,
     keep: bool,
+    act: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """The chain's output, the place of each window's maximum (255: no gradient) and ``x`` there.
 
@@ -332,10 +374,12 @@ def chained(
         norm: mean, scale, weight and bias, each (clients, channels); None for ReLU and pooling alone.
         six: whether the activation ends at 6.
         keep: whether a gradient may be asked for; places and values are None otherwise, or if there are no windows.
+        act: what the ReLU returns is written here, if the windows fill the map.
     """
     clients, batch, channels, height, width = x.shape
     rows, columns = height // window[0], width // window[1]
     y = x.new_empty(clients, batch, channels, rows, columns)
+    assert act is None or (rows * window[0], columns * window[1]) == (height, width)
     keep = keep and window != (1, 1)
     place = torch.empty_like(y, dtype=torch.uint8) if keep else None
     kept = torch.empty_like(y) if keep and norm is not None else None
@@ -343,8 +387,8 @@ def chained(
     planes = batch * channels
     high, across, grid = tile(planes, rows * columns, TILE if window == (1, 1) else TILE // 2)
     _chain[(*grid, clients)](
-        x, y, either(place, x), either(kept, x), either(mean, x), either(scale, x), either(weight, x), either(bias, x), planes, channels,
+        x, y, either(act, x), either(place, x), either(kept, x), either(mean, x), either(scale, x), either(weight, x), either(bias, x), planes, channels,
         H=height, W=width, OH=rows, OW=columns, R=window[0], S=window[1], NORM=norm is not None,
-        AFFINE=weight is not None, SIX=six, KEEP=keep, SUM=wide(x)[1], BP=high, BQ=across, num_warps=4,
+        AFFINE=weight is not None, SIX=six, ACT=act is not None, KEEP=keep, SUM=wide(x)[1], BP=high, BQ=across, num_warps=4,
     )  # fmt: skip
     return y, place, kept
