@@ -20,7 +20,7 @@ def pooled(z: Tensor, axis: int = 1) -> Tensor:
 def adapted(z: Tensor, weight: Tensor, bias: Tensor, axis: int, like: Tensor, *, dense: bool) -> Tensor:
     """Output of an adapter: a 1x1 convolution resized to the labels for dense tasks, else linear on pooled features."""
     if not dense:
-        return F.linear(pooled(z, axis), weight, bias)
+        return kernels.linear(pooled(z, axis), weight, bias)
     logits = F.conv2d(z.movedim(axis, 1), weight[:, :, None, None], bias)
     return resized(logits, like.shape[-2:])
 
