@@ -5,7 +5,7 @@ from fedloom.kernels.counters import drawn, folded
 from fedloom.kernels.crossentropies import cross_entropies
 from fedloom.kernels.entropy import summarised
 from fedloom.kernels.fusions import acted, acted_apart, chained, chained_apart
-from fedloom.kernels.products import linear
+from fedloom.kernels.products import linear, squared_length
 
 __all__ = [
     "acted",
@@ -22,5 +22,6 @@ __all__ = [
     "pooled",
     "serves",
     "shortened",
+    "squared_length",
     "summarised",
 ]

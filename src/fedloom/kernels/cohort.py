@@ -21,6 +21,12 @@ Pair = tuple[int, int]
 
 PATCH_BYTES = 32 << 20
 """Most bytes of one client's patches; measured on an H200, larger ones are faster with cuDNN."""
+LARGE_FILTERS = 25
+LARGE_PATCHES = 48 << 20
+"""The same for filters of at least 5 x 5."""
+FEW = 8
+FEW_PATCHES = 80 << 20
+"""The same for fewer clients than these, for which cuDNN takes slower ways."""
 KEPT_BYTES = 1 << 30
 """Most bytes of patches that one layer keeps for its backward pass; larger ones are laid out again."""
 SMALL_FILTERS = 4096
@@ -73,7 +79,9 @@ def convolved(x: Tensor, w: Tensor, bias: Tensor | None, stride: Pair, padding: 
     cells = 1
     for size, k, s, p, d in zip(x.shape[2:], w.shape[2:], stride, padding, dilation, strict=True):
         cells *= (size + 2 * p - d * (k - 1) - 1) // s + 1
-    if w.shape[1:].numel() * x.shape[0] * cells * x.element_size() > PATCH_BYTES:
+    limit = LARGE_PATCHES if w.shape[2:].numel() >= LARGE_FILTERS else PATCH_BYTES
+    limit = FEW_PATCHES if clients(x) < FEW else limit
+    if w.shape[1:].numel() * x.shape[0] * cells * x.element_size() > limit:
         return F.conv2d(x, w, bias, stride, padding, dilation)
     y: Tensor = _Lifted.apply(_CohortConvolution, x, w, bias, stride, padding, dilation)  # type: ignore[no-untyped-call]
     return y
@@ -106,9 +114,15 @@ class _Lifted(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, axes: Any, cohort: Any, *args: Any) -> tuple[Any, Any]:
-        first = [a.movedim(axis, 0) if isinstance(a, Tensor) else a for a, axis in zip(args, axes[1:], strict=True)]
-        made = cohort.apply(*first)
+        made = cohort.apply(*(_cohorts(a, axis, info.batch_size) for a, axis in zip(args, axes[1:], strict=True)))
         return made, 0 if isinstance(made, Tensor) else (0,) * len(made)
+
+
+def _cohorts(value: Any, axis: int | None, clients: int) -> Any:
+    """A tensor with the client axis in front; one that all clients share is expanded, not copied."""
+    if not isinstance(value, Tensor):
+        return value
+    return value.expand(clients, *value.shape) if axis is None else value.movedim(axis, 0)
 
 
 class _CohortConvolution(torch.autograd.Function):

@@ -30,16 +30,16 @@ class _CohortCrossEntropy(torch.autograd.Function):
         from fedloom.kernels import likelihoods
 
         flat = z.contiguous().view(z.shape[0] * z.shape[1], z.shape[2], -1)
-        labels = y.contiguous().view(flat.shape[0], -1)
+        labels = y.contiguous()
         value, log_sum = likelihoods.negative(flat, labels, ignore_index)
         ctx.save_for_backward(flat, labels, log_sum)
         ctx.size, ctx.ignore_index = z.shape, ignore_index
-        return value.view(y.shape).to(z.dtype)
+        return value.to(z.dtype)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
         from fedloom.kernels import likelihoods
 
         flat, labels, log_sum = ctx.saved_tensors
-        slope = dy.to(log_sum.dtype).contiguous().view(labels.shape)
+        slope = dy.to(log_sum.dtype).contiguous()
         return likelihoods.negative_back(flat, labels, log_sum, slope, ctx.ignore_index).view(ctx.size), None, None

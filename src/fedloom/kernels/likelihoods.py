@@ -73,7 +73,7 @@ def negative(z: Tensor, y: Tensor, unused: int) -> tuple[Tensor, Tensor]:
     """``-log p_y``, 0 for the label ``unused``, and ``log sum_c exp z_c`` of each position; both arguments contiguous."""
     rows, classes, cells = z.shape
     double = z.dtype == torch.float64
-    value = torch.empty(rows, cells, dtype=torch.float64 if double else torch.float32, device=z.device)
+    value = torch.empty(y.shape, dtype=torch.float64 if double else torch.float32, device=z.device)
     log_sum = torch.empty_like(value)
     tall, wide = _blocks(classes, cells)
     kind, low = (tl.float64, -1e308) if double else (tl.float32, -3e38)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from fedloom import kernels
 from fedloom.slots import Term
 from fedloom.types import Batch, Leaves, Seen
 from fedloom.view import View
@@ -22,7 +23,7 @@ def quadratic(names: tuple[str, ...], leaves: Leaves, anchor: Leaves, seen: Seen
     parts = []
     for name in names:
         gap = leaves[name] - anchor[name]
-        parts.append(((gap if seen is None else seen.gated(name, gap)) ** 2).sum())
+        parts.append(kernels.squared_length(gap if seen is None else seen.gated(name, gap)))
     return 0.5 * torch.stack(parts).sum() if parts else torch.zeros(())
 
 

@@ -250,7 +250,8 @@ def _supervision(plan: Plan, view: View, batch: Batch, seen: Seen) -> Tensor:
             parts.append(weight * _nearest(u, batch, mine, known))
         if plan.mu:
             parts.append(weight * mu * _distance(plan, u, batch, mine, known))
-        parts[here:] = [_own(part, j, seen) for part in parts[here:]]
+        if seen.key == EACH and len(parts) > here:
+            parts[here:] = [_own(torch.stack(parts[here:]).sum(), j, seen)]
     return torch.stack(parts).sum() if parts else torch.zeros_like(seen.n)
 
 
