@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fedloom import tree
+from fedloom import transfer, tree
 from fedloom.bound import Bound
 from fedloom.errors import RunError
 from fedloom.types import Cohort, LeafSpec, Leaves, Memory, Message
@@ -32,11 +32,12 @@ class ServerState:
 
 @dataclass(frozen=True, slots=True)
 class Dispatch:
-    """What a round begins with: the post for everybody, and what is addressed to single clients."""
+    """What a round begins with: the post for everybody, what is addressed to single clients, which leaves are personal now."""
 
     post: Post
     addressed: Mapping[str, Memory]
     keys: Mapping[str, Hashable]
+    personal: tuple[str, ...]
 
 
 @dataclass(slots=True)
@@ -84,17 +85,21 @@ def dispatch(bound: Bound, state: ServerState, cohort: Cohort) -> tuple[ServerSt
             addressed[name][stage.owner] = value
         keys.update(prepared.keys)
     state = replace(state, memory=memory)
-    return state, Dispatch(post(bound, state, cohort, broadcast), addressed, keys)
+    return state, Dispatch(post(bound, state, cohort, broadcast), addressed, keys, personal_now(bound, state))
 
 
 def post(bound: Bound, state: ServerState, cohort: Cohort, broadcast: Memory, *, tested: bool = False) -> Post:
     """The post for everybody; with ``tested``, of the model that is evaluated rather than the one that is sent."""
     gate = bound.method.server.gate
     leaves, rule = state.leaves, bound.method.evaluate.tested
+    gates = {} if gate is None else gate(state.memory)
+    device = next(iter(leaves.values())).device
+    if gates and next(iter(gates.values())).device != device:  # the server keeps them where it decides: on the host
+        gates = dict(zip(gates, transfer.onto(torch.stack(list(gates.values())), device).unbind(), strict=True))
     return Post(
         leaves=rule(leaves, state.memory) if tested and rule is not None else leaves,
         broadcast=broadcast,
-        gate={} if gate is None else gate(state.memory),
+        gate=gates,
         round=cohort.round,
         cohort=len(cohort),
         population=cohort.population,
@@ -233,7 +238,7 @@ def bytes_down(bound: Bound, sent: Dispatch, *, newcomer: bool = False) -> dict[
     """
     post = sent.post
     found: dict[str, int] = {}
-    held = set() if newcomer else set(tree.off(post.gate))
+    held = set() if newcomer else set(sent.personal)
     for name, spec in bound.specs.items():
         if _travels_down(spec) and name not in held:
             kind = "buffers" if spec.buffer else "parameters"

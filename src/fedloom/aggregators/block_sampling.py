@@ -69,7 +69,8 @@ def sampled(
     def learn(reduced: Message, memory: Leaves, cohort: Cohort) -> tuple[Message, Leaves]:
         moved = {n: reduced[BODIES][n] for n in _body(cohort.structure) if n in reduced[BODIES]}
         ends = {k: cohort.leaves[k] + v if similarity == "raw" else v for k, v in moved.items()}
-        vectors = project(ends, cohort.seed, drawn=drawn).to(memory["latest"])
+        apart = _apart(moved, reduced["delta"])
+        vectors = project(ends, cohort.seed, drawn=drawn).to(memory["latest"])  # on the host, which groups clients
         where = transfer.onto(torch.tensor(list(_indices(cohort).values())), vectors.device)
         latest, known = memory["latest"], memory["known"]
         if not known.numel():
@@ -77,7 +78,7 @@ def sampled(
         memory = {**memory, "latest": latest.index_copy(0, where, vectors), "known": known.index_fill(0, where, 1.0)}
         if period > 1 and cohort.round % period == 0:
             memory |= {"used": memory["latest"], "used_known": memory["known"]}
-        memory["facts"] = _facts(moved, reduced["delta"], vectors).to(memory["facts"])
+        memory["facts"] = _facts(apart, vectors).to(memory["facts"])
         return {k: v for k, v in reduced.items() if k != BODIES}, memory
 
     def blank(facts: Facts) -> Leaves:
@@ -88,8 +89,10 @@ def sampled(
             raise Conflict(
                 f"'aims' cannot be stacked on {method.text!r}: it uploads no body whose likeness could be found"
             )
-        empty = {"latest": like.new_zeros(0, width), "known": like.new_zeros(0)}
-        empty["facts"] = torch.zeros(4, dtype=like.dtype)  # of the host, which makes them and reports them
+        shapes = {"latest": (0, width), "known": (0,), "facts": (4,)}
+        empty = {
+            k: torch.zeros(shape, dtype=like.dtype) for k, shape in shapes.items()
+        }  # of the host, which reads them
         return empty if period == 1 else empty | {"used": empty["latest"], "used_known": empty["known"]}
 
     def report(memory: Leaves) -> dict[str, float]:
@@ -130,9 +133,14 @@ def _body(structure: Structure) -> tuple[str, ...]:
     return tuple(i.name for i in structure.leaves if i.trainable and not i.owner and i.role == "body")
 
 
-def _facts(moved: Leaves, mean: Leaves, vectors: Tensor) -> Tensor:
-    """``kappa^2 = max_i ||phi - phi_i||^2`` of the round (Theorem 1), and the spread of the pairs' similarities."""
+def _apart(moved: Leaves, mean: Leaves) -> Tensor:
+    """``kappa^2 = max_i ||phi - phi_i||^2`` of the round (Theorem 1)."""
     gaps = [((v - mean[k]) ** 2).flatten(1).sum(1) for k, v in moved.items()]
+    return torch.stack(gaps).double().sum(0).max()
+
+
+def _facts(apart: Tensor, vectors: Tensor) -> Tensor:
+    """kappa^2, and the spread of the pairs' similarities."""
     pairs = cosines(vectors, vectors.new_ones(len(vectors)))[np.triu_indices(len(vectors), 1)]
     spread = (pairs.min(), pairs.mean(), pairs.max()) if pairs.size else (0.0, 0.0, 0.0)
-    return torch.tensor([float(torch.stack(gaps).double().sum(0).max()), *map(float, spread)])
+    return torch.tensor([float(apart), *map(float, spread)])

@@ -26,7 +26,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 def squared_length(x: Tensor) -> Tensor:
     """``sum x^2``; of one client inside ``vmap`` on CUDA with a gradient of one pass instead of three."""
-    if not x.numel() or not x.dim() or not serves(x):
+    # Outside of steps, which are captured, the call of a function of our own costs the host more than it spares the device.
+    if not x.numel() or not x.dim() or not torch.is_grad_enabled() or not serves(x):
         return (x**2).sum()
     value: Tensor = _Lifted.apply(_CohortSquares, x)  # type: ignore[no-untyped-call]
     return value

@@ -101,7 +101,7 @@ class _Lag:
         layers = self.layers(facts.structure, gated)
         if not layers:
             raise Conflict("'lag' has nothing to rank here: the method shares no layer of the model")
-        one = torch.ones((), dtype=facts.structure.dtype, device=facts.start[gated[0]].device)
+        one = torch.ones((), dtype=facts.structure.dtype)  # of the host, which decides
         chosen: tuple[str, ...] = ()
         if self.select != "conflict" and self.schedule == "per_round":
             chosen = self.choose(dict.fromkeys(layers, 0.0))

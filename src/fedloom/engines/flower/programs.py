@@ -123,7 +123,8 @@ def _rehearsed(
     """The desk of a lone client after a program."""
     cohort = _cohort(bound, work, site, 0 if program == SETUP else 1)
     if program == SETUP:
-        sent = server.Dispatch(server.post(bound, state, cohort, {}), {site.id: {}}, {})
+        personal = server.personal_now(bound, state)
+        sent = server.Dispatch(server.post(bound, state, cohort, {}), {site.id: {}}, {}, personal)
     else:
         _, sent = server.dispatch(bound, state, cohort)
     person = Participant(site, kept, dict(sent.addressed[site.id]), sent.keys.get(site.id))
