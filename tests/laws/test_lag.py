@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import fedloom as fl
-from fedloom.plugins.lag import conflicts, gram, spread
+from fedloom.plugins.lag import VALUE, conflicts, gram, spread
 from tests.helpers import bn_mlp, everything, federation, fit, gap, identical, mlp, mostly_slow, own, run_of, shared
 
 DATA = federation((9, 14, 5, 8))
@@ -268,3 +268,16 @@ def test_stacks_on_both_engines(text: str) -> None:
     assert gap(everything(a), everything(b)) < 1e-10
     assert [h["bytes_up"] for h in a.history] == [h["bytes_up"] for h in b.history]
     assert [h["bytes_down"] for h in a.history] == [h["bytes_down"] for h in b.history]
+
+
+def test_gates_and_scores_are_found_without_looking_at_every_client() -> None:
+    """In front of what clients have, as a run makes the memory and as a checkpoint that sorts names brings it back."""
+    run = run_of(fit("fedavg + lag(k=1)", mlp(), federation((8, 8, 8)), rounds=2))
+    memory, method = run.state.memory["lag"], run.bound.method
+    assert sum(name.startswith(VALUE) for name in memory) == 3 * 4
+    (stage,) = method.server.stages
+    for held in (memory, dict(sorted(memory.items()))):
+        assert method.server.gate is not None
+        assert stage.report is not None
+        assert {f"gate:{n}" for n in method.server.gate({"lag": held})} == {n for n in memory if n.startswith("gate:")}
+        assert {f"score:{n}" for n in stage.report(held)["score"]} == {n for n in memory if n.startswith("score:")}

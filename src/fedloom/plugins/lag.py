@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from typing import Any, Literal
 
 import torch
@@ -19,6 +20,8 @@ from fedloom.structure import LeafInfo, Structure
 from fedloom.types import Cohort, Facts, Leaves, Memory, Message
 
 OWNER = "lag"
+VALUE = "value:"
+"""Begins the name of what a client has: ``value:client:leaf``."""
 PAPER = "Nguyen et al., Towards Layer-Wise Personalized Federated Learning: Adaptive Layer Disentanglement via Conflicting Gradients"
 CHUNK = 1 << 24
 """Numbers of one layer's updates that are held in float64 at a time."""
@@ -158,14 +161,14 @@ class _Lag:
         share = [n / everything for n in rows]
         off = tree.off({leaf: memory[f"gate:{leaf}"] for leaf in leaves})
         sent, moved = cohort.leaves, {leaf: reduced["lag"][leaf].unbind() for leaf in leaves}
-        keys = [(i, leaf, f"own:{client}:{leaf}") for i, client in enumerate(cohort.ids) for leaf in leaves]
+        keys = [(i, leaf, f"{VALUE}{client}:{leaf}") for i, client in enumerate(cohort.ids) for leaf in leaves]
         began = [memory.get(key, sent[leaf]) if leaf in off else sent[leaf] for _, leaf, key in keys]
         ended = torch._foreach_add(began, [moved[leaf][i] for i, leaf, _ in keys]) if keys else ()
         memory |= {key: value for (_, _, key), value in zip(keys, ended, strict=True)}
         if not off:
             return reduced, memory
         starts = [sent[leaf] for leaf in off]
-        ends = [memory[f"own:{client}:{leaf}"] for client in cohort.ids for leaf in off]
+        ends = [memory[f"{VALUE}{client}:{leaf}"] for client in cohort.ids for leaf in off]
         parts = torch._foreach_sub(ends, starts * len(cohort))
         torch._foreach_mul_(parts, [q for q in share for _ in off])
         mean = [torch.zeros_like(v) for v in starts]
@@ -210,13 +213,18 @@ class _Lag:
 
     def report(self, memory: Leaves) -> dict[str, Any]:
         """One row of the layer x round matrix of scores, and the layers that are personal in the next round."""
-        scores = {k.removeprefix("score:"): float(v) for k, v in memory.items() if k.startswith("score:")}
+        scores = {k.removeprefix("score:"): float(v) for k, v in _common(memory) if k.startswith("score:")}
         return {"score": scores, "personal": tree.off(gates({OWNER: memory}))}
 
 
 def gates(memory: Memory) -> Leaves:
     """Per gated leaf 1 (shared) or 0 (personal), as the server remembers it."""
-    return {k.removeprefix("gate:"): v for k, v in memory[OWNER].items() if k.startswith("gate:")}
+    return {k.removeprefix("gate:"): v for k, v in _common(memory[OWNER]) if k.startswith("gate:")}
+
+
+def _common(memory: Leaves) -> Iterator[tuple[str, Tensor]]:
+    """What is remembered of no single client: it stands in front, in the order of making and in that of the alphabet alike."""
+    return takewhile(lambda item: not item[0].startswith(VALUE), memory.items())
 
 
 def rankable(leaf: LeafInfo) -> bool:
