@@ -244,7 +244,9 @@ class _CohortNormalisation(torch.autograd.Function):
 
         flat, mask, weight, mean, scale, count = ctx.saved_tensors
         dx, sums = norms.back(flat, dy.reshape(flat.shape).contiguous(), mask, mean, scale, weight, count)
-        dweight, dbias = (
-            (None, None) if weight is None else (sums[..., 1].to(weight.dtype), sums[..., 0].to(weight.dtype))
-        )
-        return dx.view(dy.shape), None, dweight, dbias, None
+        return dx.view(dy.shape), None, *slopes(sums, weight), None
+
+
+def slopes(sums: Tensor, weight: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of a normalisation's weight and bias from the sums over a channel, where it has them."""
+    return (None, None) if weight is None else (sums[..., 1].to(weight.dtype), sums[..., 0].to(weight.dtype))

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedloom.kernels.cohort import Pair, _Lifted
+from fedloom.kernels.cohort import Pair, _Lifted, slopes
 
 
 def acted(x: Tensor, window: Pair, *, six: bool = False) -> Tensor:
@@ -69,6 +69,18 @@ def chained_apart(
     return y, act, mean, var, count
 
 
+def _measured(
+    x: Tensor, mask: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor, Tensor, Tensor, Tensor]:
+    """The arguments of a normalisation without gaps; mean, variance, number of values and scale of each channel."""
+    from fedloom.kernels import norms
+
+    x = x.contiguous()
+    mask, weight, bias = (None if t is None else t.contiguous() for t in (mask, weight, bias))
+    mean, var, count = norms.moments(x.flatten(3), mask)
+    return x, mask, weight, bias, mean, var, count, torch.rsqrt(var + eps)
+
+
 class _CohortActivation(torch.autograd.Function):
     """x: (clients, batch, channels, height, width)."""
 
@@ -107,12 +119,9 @@ class _CohortChain(torch.autograd.Function):
         six: bool,
         keep: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        from fedloom.kernels import norms, patches
+        from fedloom.kernels import patches
 
-        x = x.contiguous()
-        mask, weight, bias = (None if t is None else t.contiguous() for t in (mask, weight, bias))
-        mean, var, count = norms.moments(x.flatten(3), mask)
-        scale = torch.rsqrt(var + eps)
+        x, mask, weight, bias, mean, var, count, scale = _measured(x, mask, weight, bias, eps)
         y, place, kept = patches.chained(x, window, (mean, scale, weight, bias), six=six, keep=keep)
         if keep:
             ctx.save_for_backward(x, place, kept, mask, weight, bias, mean, scale, count.clamp(min=1))
@@ -130,10 +139,7 @@ class _CohortChain(torch.autograd.Function):
         at = x if kept is None else kept
         sums = norms.sums(at.flatten(3), dy.flatten(3), *norm, gated=True, six=ctx.six)
         dx = norms.chain_back(x, dy, place, mask, norm, sums, count, ctx.window, six=ctx.six)
-        dweight, dbias = (
-            (None, None) if weight is None else (sums[..., 1].to(weight.dtype), sums[..., 0].to(weight.dtype))
-        )
-        return dx, None, dweight, dbias, None, None, None, None
+        return dx, None, *slopes(sums, weight), None, None, None, None
 
 
 class _CohortTappedActivation(torch.autograd.Function):
@@ -169,12 +175,9 @@ class _CohortTappedChain(torch.autograd.Function):
         six: bool,
         keep: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        from fedloom.kernels import norms, patches
+        from fedloom.kernels import patches
 
-        x = x.contiguous()
-        mask, weight, bias = (None if t is None else t.contiguous() for t in (mask, weight, bias))
-        mean, var, count = norms.moments(x.flatten(3), mask)
-        scale = torch.rsqrt(var + eps)
+        x, mask, weight, bias, mean, var, count, scale = _measured(x, mask, weight, bias, eps)
         act = torch.empty_like(x)
         y, place, _ = patches.chained(x, window, (mean, scale, weight, bias), six=six, keep=keep, act=act)
         ctx.save_for_backward(x, place, act, mask, weight, mean, scale, count.clamp(min=1))
@@ -189,10 +192,7 @@ class _CohortTappedChain(torch.autograd.Function):
         x, place, act, mask, weight, mean, scale, count = ctx.saved_tensors
         arrived = _before_relu(ctx, dy, d_act, place, act)
         dx, sums = norms.back(x.flatten(3), arrived.flatten(3), mask, mean, scale, weight, count)
-        dweight, dbias = (
-            (None, None) if weight is None else (sums[..., 1].to(weight.dtype), sums[..., 0].to(weight.dtype))
-        )
-        return dx.view(x.shape), None, dweight, dbias, None, None, None, None
+        return dx.view(x.shape), None, *slopes(sums, weight), None, None, None, None
 
 
 def _before_relu(ctx: Any, dy: Tensor, d_act: Tensor, place: Tensor, act: Tensor) -> Tensor:
