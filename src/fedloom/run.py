@@ -133,8 +133,7 @@ class Run:
         if self.bound.method.schedule.setup_by == "one":
             ids = [ids[int(rng.stream(self.work.seed, "sample", "setup").integers(len(ids)))]]
         cohort = self.cohort(ids, 0)
-        personal = server.personal_now(self.bound, self.state)
-        sent = Dispatch(server.post(self.bound, self.state, cohort, {}), {i: {} for i in ids}, {}, personal)
+        sent = server.plain_dispatch(self.bound, self.state, cohort)
         people = [self.participant(i, sent) for i in ids]
         replies = self.engine.run_cohort(self.bound, self.work, program, sent.post, people)
         for reply in replies:

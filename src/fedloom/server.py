@@ -88,6 +88,12 @@ def dispatch(bound: Bound, state: ServerState, cohort: Cohort) -> tuple[ServerSt
     return state, Dispatch(post(bound, state, cohort, broadcast), addressed, keys, personal_now(bound, state))
 
 
+def plain_dispatch(bound: Bound, state: ServerState, cohort: Cohort) -> Dispatch:
+    """What the setup begins with: the post alone."""
+    addressed: dict[str, Memory] = {name: {} for name in cohort.ids}
+    return Dispatch(post(bound, state, cohort, {}), addressed, {}, personal_now(bound, state))
+
+
 def post(bound: Bound, state: ServerState, cohort: Cohort, broadcast: Memory, *, tested: bool = False) -> Post:
     """The post for everybody; with ``tested``, of the model that is evaluated rather than the one that is sent."""
     gate = bound.method.server.gate

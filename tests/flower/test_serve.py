@@ -62,9 +62,7 @@ def test_methods_share_messages_and_give_the_simulators_numbers(tmp_path: Path) 
     for method in METHODS:
         assert_same(courses[method], simulated(method, data, table))
     first = wire.unpack_letter(messages[3][0].content)
-    assert sorted(job.run for job in first.jobs) == sorted(METHODS), (
-        "each once; runs have threads, and stand as they came"
-    )
+    assert [job.run for job in first.jobs] == METHODS
     assert [job.program for job in wire.unpack_letter(messages[6][0].content).jobs].count("round") == len(METHODS)
 
 

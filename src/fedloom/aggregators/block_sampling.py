@@ -90,9 +90,8 @@ def sampled(
                 f"'aims' cannot be stacked on {method.text!r}: it uploads no body whose likeness could be found"
             )
         shapes = {"latest": (0, width), "known": (0,), "facts": (4,)}
-        empty = {
-            k: torch.zeros(shape, dtype=like.dtype) for k, shape in shapes.items()
-        }  # of the host, which reads them
+        # Of the host, which groups clients by them and reports them.
+        empty = {k: torch.zeros(shape, dtype=like.dtype) for k, shape in shapes.items()}
         return empty if period == 1 else empty | {"used": empty["latest"], "used_known": empty["known"]}
 
     def report(memory: Leaves) -> dict[str, float]:

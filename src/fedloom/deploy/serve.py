@@ -294,7 +294,7 @@ def serve(
         "sites: %s", ", ".join(f"{s} ({_rows_of(facts[s], next(iter(plan.runs())))['train']} rows)" for s in plan.sites)
     )
     keys = plan.runs()
-    hub = Hub(_Exchange(post, plan, text, key), key, text, len(keys))
+    hub = Hub(_Exchange(post, plan, text, key), key, text, list(keys))
     courses = {k: Course(plan, k, hub, facts, RunRecords.of(out, k), device) for k in keys}
     if resume:
         for course in courses.values():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from flwr.app import Message, RecordDict
@@ -113,7 +113,7 @@ class Hub:
         exchange: sends letters.
         experiment: key of the sites' folders.
         plan: the experiment as text.
-        runs: number of runs that will call.
+        runs: the runs that will call; their jobs stand in this order in a letter, whichever thread came first.
     """
 
     def __init__(
@@ -121,10 +121,11 @@ class Hub:
         exchange: Callable[[Mapping[str, Letter], int], Mapping[str, Package | str]],
         experiment: str,
         plan: str = "",
-        runs: int = 1,
+        runs: Sequence[str] = ("",),
     ) -> None:
         self._exchange, self._experiment, self._plan = exchange, experiment, plan
-        self._runs, self._waiting, self._turn = runs, 0, 0
+        self._places = {name: i for i, name in enumerate(runs)}
+        self._runs, self._waiting, self._turn = len(runs), 0, 0
         self._tickets: list[_Ticket] = []
         self._turned = threading.Condition()
         self._error: BaseException | None = None
@@ -169,7 +170,7 @@ class Hub:
             self._send()
 
     def _send(self) -> None:
-        tickets, self._tickets = self._tickets, []
+        tickets, self._tickets = sorted(self._tickets, key=self._place), []
         self._waiting = 0
         try:
             if self._error is None:
@@ -178,6 +179,10 @@ class Hub:
             self._error = error
         self._turn += 1
         self._turned.notify_all()
+
+    def _place(self, ticket: _Ticket) -> int:
+        """Where a ticket's run stands; tickets of one run stay as they came."""
+        return min((self._places.get(job.run, 0) for job in ticket.jobs.values()), default=0)
 
     def _exchanged(self, tickets: Iterable[_Ticket]) -> dict[str, list[Answer | str]]:
         jobs: dict[str, list[Job]] = {}

@@ -123,8 +123,7 @@ def _rehearsed(
     """The desk of a lone client after a program."""
     cohort = _cohort(bound, work, site, 0 if program == SETUP else 1)
     if program == SETUP:
-        personal = server.personal_now(bound, state)
-        sent = server.Dispatch(server.post(bound, state, cohort, {}), {site.id: {}}, {}, personal)
+        sent = server.plain_dispatch(bound, state, cohort)
     else:
         _, sent = server.dispatch(bound, state, cohort)
     person = Participant(site, kept, dict(sent.addressed[site.id]), sent.keys.get(site.id))
