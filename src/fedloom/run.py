@@ -176,8 +176,10 @@ class Run:
             return Outcome(), sent
         people = [self.participant(i, sent, (shares or {}).get(i, 1.0)) for i in working]
         replies = self._replies(bound, sent.post, people)
+        sorting = server.Sorting(bound, self.state, replies)
         self._foresee(round + 1)
-        outcome = server.sort_replies(bound, replies, round)
+        sorting.anticipate(lambda ids: self.cohort(ids, round))
+        outcome = sorting.outcome(round)
         if not outcome.accepted:
             reasons = "; ".join(f"client {r.client}: {r.reason}" for r in outcome.rejected) or "no client made a step"
             raise RunError(
@@ -185,8 +187,7 @@ class Run:
             )
         if self.watch is not None:
             self.watch(bound, self.state, outcome)
-        accepted = self.cohort([r.id for r in outcome.accepted], round)
-        self.state = server.aggregate(bound, self.state, outcome.accepted, accepted)
+        self.state = sorting.aggregate(outcome.accepted, lambda ids: self.cohort(ids, round))
         for reply in outcome.accepted:
             self.clients[reply.id] = reply.state
         self._own_work(bound, round)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -112,28 +112,74 @@ def post(bound: Bound, state: ServerState, cohort: Cohort, broadcast: Memory, *,
     )
 
 
-def sort_replies(bound: Bound, replies: Sequence[Reply], round: int) -> Outcome:
-    """Accepts replies that are whole and finite; a client that made no step sends nothing and is skipped."""
-    outcome = Outcome()
-    trains = bool(bound.method.phases("round"))
-    skipped = [r.fault is None and trains and not any(r.steps.values()) for r in replies]
-    expected: dict[str, set[str]] = {}
-    faults = [None if idle else _fault(bound, r, expected) for r, idle in zip(replies, skipped, strict=True)]
-    # All that can be said without the device has been said: from here on it is waited for.
-    pending = [(reply, reply.unread) for reply in replies if reply.unread is not None]
-    sound, losses = tree.finite([_floating(reply) for reply in replies], [loss for _, loss in pending])
-    for (reply, _), loss in zip(pending, losses, strict=True):
-        reply.loss, reply.unread = loss, None
-    for reply, idle, fault, finite in zip(replies, skipped, faults, sound, strict=True):
-        if idle:
-            outcome.skipped.append(reply.id)
-            continue
-        reason = fault if fault is not None or finite else _not_finite(reply)
-        if reason is None:
-            outcome.accepted.append(reply)
-        else:
-            outcome.rejected.append(Rejection(reply.id, round, reason))
-    return outcome
+class Sorting:
+    """The replies of a round while the device may still be at work on them: whole and finite ones will be accepted.
+
+    Whether they are finite is asked at once and answered in :meth:`outcome`; nobody waits before. A client that made no
+    step sends nothing and is skipped.
+
+    Args:
+        bound: the method.
+        state: the server before the round.
+        replies: of the clients that were asked.
+    """
+
+    def __init__(self, bound: Bound, state: ServerState, replies: Sequence[Reply]) -> None:
+        self.bound, self.state, self.replies = bound, state, replies
+        trains = bool(bound.method.phases("round"))
+        self.skipped = [r.fault is None and trains and not any(r.steps.values()) for r in replies]
+        expected: dict[str, set[str]] = {}
+        self.faults = [
+            None if idle else _fault(bound, r, expected) for r, idle in zip(replies, self.skipped, strict=True)
+        ]
+        self.pending = [r for r in replies if r.unread is not None]
+        self.asked = tree.Finite()
+        self.asked.ask([_floating(reply) for reply in replies])
+        self.ahead: tuple[list[Reply], ServerState, Leaves] | None = None
+        self.sound = True
+
+    def anticipate(self, cohort: Callable[[Sequence[str]], Cohort]) -> None:
+        """Aggregates as if all whole replies were finite, as they nearly always are, while the device is at work on them.
+
+        Whether the server's leaves are finite is then asked in the same breath. Where a reply is not, nothing is kept of it.
+        """
+        facts = zip(self.replies, self.skipped, self.faults, strict=True)
+        whole = [reply for reply, idle, fault in facts if not idle and fault is None]
+        if not whole or not self.pending:
+            return
+        try:
+            made, changed = _aggregated(self.bound, self.state, whole, cohort([r.id for r in whole]), "round")
+        except Exception:  # it may be for a reply that is not finite: those that are accepted will tell
+            return
+        self.asked.ask([changed])
+        self.ahead = (whole, made, changed)
+
+    def outcome(self, round: int) -> Outcome:
+        """The replies, sorted: from here on the device is waited for."""
+        outcome = Outcome()
+        sound, losses = self.asked.answer([reply.unread for reply in self.pending if reply.unread is not None])
+        for reply, loss in zip(self.pending, losses, strict=True):
+            reply.loss, reply.unread = loss, None
+        for reply, idle, fault, finite in zip(self.replies, self.skipped, self.faults, sound, strict=False):
+            if idle:
+                outcome.skipped.append(reply.id)
+                continue
+            reason = fault if fault is not None or finite else _not_finite(reply)
+            if reason is None:
+                outcome.accepted.append(reply)
+            else:
+                outcome.rejected.append(Rejection(reply.id, round, reason))
+        self.sound = all(sound[len(self.replies) :])
+        return outcome
+
+    def aggregate(self, accepted: Sequence[Reply], cohort: Callable[[Sequence[str]], Cohort]) -> ServerState:
+        """The server after the round, given the replies of :meth:`outcome` that were accepted."""
+        if self.ahead is None or len(self.ahead[0]) != len(accepted):
+            return aggregate(self.bound, self.state, accepted, cohort([r.id for r in accepted]))
+        _, made, changed = self.ahead
+        if not self.sound:
+            raise _broken(changed)
+        return made
 
 
 def _floating(reply: Reply) -> Leaves:
@@ -171,6 +217,16 @@ def aggregate(
     bound: Bound, state: ServerState, accepted: Sequence[Reply], cohort: Cohort, when: str = "round"
 ) -> ServerState:
     """Reduces the accepted messages, runs the stages, and moves the server's leaves."""
+    made, changed = _aggregated(bound, state, accepted, cohort, when)
+    if not tree.all_finite(changed):
+        raise _broken(changed)
+    return made
+
+
+def _aggregated(
+    bound: Bound, state: ServerState, accepted: Sequence[Reply], cohort: Cohort, when: str
+) -> tuple[ServerState, Leaves]:
+    """The server after a round, and the leaves that have moved and are still to be looked at."""
     messages = [r.message for r in accepted]
     reducers = bound.method.reducers(when)
     reduced: Message = {}
@@ -195,9 +251,8 @@ def aggregate(
     if aside:
         reduced["delta"] = {**reduced["delta"], **aside, **reduced.get("personal", {})}
         memory = _forget(memory, bound.server_memory, off)
-    if when == "setup":
-        return replace(state, leaves=apply(state.leaves, reduced), memory=memory)
-    return ServerState(apply(state.leaves, reduced), memory, state.round + 1)
+    leaves, changed = _moved(state.leaves, reduced)
+    return ServerState(leaves, memory, state.round + (when != "setup")), changed
 
 
 def personal_now(bound: Bound, state: ServerState) -> tuple[str, ...]:
@@ -228,13 +283,21 @@ def reports(bound: Bound, state: ServerState) -> dict[str, Mapping[str, Any]]:
 
 def apply(leaves: Leaves, reduced: Message) -> Leaves:
     """``w + D`` for parameters and floating buffers; counters are set."""
+    moved, changed = _moved(leaves, reduced)
+    if not tree.all_finite(changed):
+        raise _broken(changed)
+    return moved
+
+
+def _moved(leaves: Leaves, reduced: Message) -> tuple[Leaves, Leaves]:
     steps = {**reduced.get("delta", {}), **reduced.get("buffers", {})}
     sums = torch._foreach_add([leaves[name] for name in steps], list(steps.values())) if steps else ()
     changed = dict(zip(steps, sums, strict=True))
-    moved = {**leaves, **changed, **reduced.get("counters", {})}
-    if not tree.all_finite(changed):
-        raise RunError(f"the server's leaf {_first_bad(changed)!r} is no longer finite after the server stages")
-    return moved
+    return {**leaves, **changed, **reduced.get("counters", {})}, changed
+
+
+def _broken(changed: Leaves) -> RunError:
+    return RunError(f"the server's leaf {_first_bad(changed)!r} is no longer finite after the server stages")
 
 
 def bytes_down(bound: Bound, sent: Dispatch, *, newcomer: bool = False) -> dict[str, int]:

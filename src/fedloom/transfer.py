@@ -20,13 +20,38 @@ def read(values: Sequence[Tensor]) -> list[float]:
         >>> read([torch.tensor(1.5), torch.tensor(2.0, dtype=torch.float64)])
         [1.5, 2.0]
     """
-    kinds: dict[torch.dtype, list[int]] = {}
-    for i, value in enumerate(values):
-        kinds.setdefault(value.dtype, []).append(i)
-    if len(kinds) < 2:
-        found: list[float] = torch.stack(list(values)).tolist() if values else []
+    question = Question()
+    question.ask(values)
+    return question.answer()
+
+
+class Question:
+    """Values of tensors of one element that the host will want: collected at once, answered when it has nothing else to do."""
+
+    def __init__(self) -> None:
+        self._vectors: list[Tensor] = []
+        self._places: list[int] = []
+
+    def ask(self, values: Sequence[Tensor]) -> None:
+        """Asks for some more values; nobody waits."""
+        begin = len(self._places)
+        kinds: dict[torch.dtype, list[int]] = {}
+        for i, value in enumerate(values):
+            kinds.setdefault(value.dtype, []).append(i)
+        for at in kinds.values():
+            self._vectors.append(torch.stack([values[i] for i in at]))
+            self._places += [begin + i for i in at]
+
+    def answer(self) -> list[float]:
+        """All values in the order of asking, in one answer from the device."""
+        vectors = self._vectors
+        if not vectors:
+            return []
+        alike = len({v.dtype for v in vectors}) < 2
+        # A conversion a vector, not one a value: each is a kernel of its own.
+        whole = vectors[0] if len(vectors) == 1 else torch.cat([v if alike else v.double() for v in vectors])
+        told: list[float] = whole.tolist()
+        found = [0.0] * len(told)
+        for place, value in zip(self._places, told, strict=True):
+            found[place] = value
         return found
-    # A conversion a type, not one a tensor: each is a kernel of its own.
-    told: list[float] = torch.cat([torch.stack([values[i] for i in at]).double() for at in kinds.values()]).tolist()
-    places = [i for at in kinds.values() for i in at]
-    return [value for _, value in sorted(zip(places, told, strict=True))]

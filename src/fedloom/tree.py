@@ -135,19 +135,43 @@ def off(gates: Leaves) -> list[str]:
 def finite(trees: Sequence[Leaves], others: Sequence[Tensor] = ()) -> tuple[list[bool], list[float]]:
     """For each tree whether it holds no NaN and no infinity, and the values of other tensors of one element.
 
-    There is one answer from the device, not one per tensor: each makes the host wait for all that was begun there. The
-    largest size of an element is infinite or NaN exactly if some element is, which cannot be said of a sum; one tensor in
-    a list that has another type or gaps would have all of them looked at one by one.
+    There is one answer from the device, not one per tensor: each makes the host wait for all that was begun there.
     """
-    floating = [[v for v in tree.values() if v.is_floating_point() and v.numel()] for tree in trees]
-    values = [v for own in floating for v in own]
-    kinds: dict[tuple[torch.dtype, bool], list[int]] = {}
-    for i, value in enumerate(values):
-        kinds.setdefault((value.dtype, value.is_contiguous()), []).append(i)
-    sizes = list(values)
-    for at in kinds.values():
-        for i, size in zip(at, torch._foreach_norm([values[i] for i in at], math.inf), strict=True):
-            sizes[i] = size
-    told = iter(transfer.read([*sizes, *others]))
-    sound = [all(list(map(math.isfinite, islice(told, len(own))))) for own in floating]
-    return sound, list(told)
+    asked = Finite()
+    asked.ask(trees)
+    return asked.answer(others)
+
+
+class Finite:
+    """Whether trees hold no NaN and no infinity: asked at once, answered when the host has nothing else to do."""
+
+    def __init__(self) -> None:
+        self._counts: list[int] = []
+        self._question = transfer.Question()
+
+    def ask(self, trees: Sequence[Leaves]) -> None:
+        """Has the device look at some more trees; nobody waits.
+
+        The largest size of an element is infinite or NaN exactly if some element is, which cannot be said of a sum; one
+        tensor in a list that has another type or gaps would have all of them looked at one by one.
+        """
+        values: list[Tensor] = []
+        for tree in trees:
+            before = len(values)
+            values += [v for v in tree.values() if v.is_floating_point() and v.numel()]
+            self._counts.append(len(values) - before)
+        kinds: dict[tuple[torch.dtype, bool], list[int]] = {}
+        for i, value in enumerate(values):
+            kinds.setdefault((value.dtype, value.is_contiguous()), []).append(i)
+        sizes = list(values)
+        for at in kinds.values():
+            for i, size in zip(at, torch._foreach_norm([values[i] for i in at], math.inf), strict=True):
+                sizes[i] = size
+        self._question.ask(sizes)
+
+    def answer(self, others: Sequence[Tensor] = ()) -> tuple[list[bool], list[float]]:
+        """For each tree in the order of asking whether it is finite, and the values of other tensors of one element."""
+        self._question.ask(others)
+        told = iter(self._question.answer())
+        sound = [all(list(map(math.isfinite, islice(told, count)))) for count in self._counts]
+        return sound, list(told)

@@ -113,12 +113,29 @@ def test_all_replies_bad_stops_the_run() -> None:
         fit(method, mlp(), DATA)
 
 
-def test_a_server_stage_that_breaks_the_model_stops_the_run() -> None:
+@pytest.mark.parametrize("engine", ["loop", "vectorised"])
+def test_server_stages_never_act_on_a_reply_that_is_rejected(engine: str) -> None:
+    """Vectorised clients are reduced before it is known whether all are finite; where one is not, it is done again."""
+
+    def strict(reduced, memory, cohort):  # type: ignore[no-untyped-def]
+        if not all(v.isfinite().all() for v in reduced["delta"].values()):
+            raise ArithmeticError("a stage that cannot bear a NaN")
+        return reduced, {"rows": memory["rows"] + sum(cohort.rows)}
+
+    stage = ServerStage(owner="strict", fn=strict, memory=lambda facts: {"rows": torch.zeros((), dtype=torch.int64)})
+    result = fit(poison(fl.fedavg().adding(server=(stage,)), "2"), mlp(), DATA, engine=engine, rounds=3)
+    assert [r["client"] for record in result.history for r in record["rejected"]] == ["2"] * 3
+    counted = run_of(result).state.memory["strict"]["rows"]
+    assert int(counted) == 3 * sum(len(c.train) for c in DATA if c.id != "2")
+
+
+@pytest.mark.parametrize("engine", ["loop", "vectorised"])
+def test_a_server_stage_that_breaks_the_model_stops_the_run(engine: str) -> None:
     stage = ServerStage(
         owner="boom", fn=lambda r, m, c: ({**r, "delta": {k: v * torch.inf for k, v in r["delta"].items()}}, m)
     )
     with pytest.raises(fl.RunError, match="no longer finite"):
-        fit(fl.fedavg().adding(server=(stage,)), mlp(), DATA)
+        fit(fl.fedavg().adding(server=(stage,)), mlp(), DATA, engine=engine)
 
 
 def test_bytes_are_those_of_the_tensors_sent() -> None:

@@ -63,13 +63,13 @@ def test_what_clients_keep_does_not_lie_in_the_arena() -> None:
 def test_the_next_round_is_planned_before_replies_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans made ahead are those of the loop engine, and every client's is used; stragglers and dropouts included."""
     engine, waiting = VectorisedEngine(step="graphed"), list[int]()
-    sort = server.sort_replies
+    outcome = server.Sorting.outcome
 
-    def sorting(bound: Any, replies: Any, round: int) -> Any:
+    def sorting(self: server.Sorting, round: int) -> server.Outcome:
         waiting.append(len(engine.pools.plans._ahead))
-        return sort(bound, replies, round)
+        return outcome(self, round)
 
-    monkeypatch.setattr(server, "sort_replies", sorting)
+    monkeypatch.setattr(server.Sorting, "outcome", sorting)
     odd = {"dropout": 0.3, "stragglers": 0.5}
     for options in ({}, {"participation": odd}):
         waiting.clear()
@@ -85,8 +85,8 @@ def test_the_next_round_is_planned_before_replies_are_waited_for(monkeypatch: py
 
 
 @pytest.mark.parametrize("method", ["fedavg", "ditto", "scaffold"])
-def test_a_round_waits_for_the_device_twice(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once for the replies (whether they are finite, and their losses), once for the server's leaves; steps do not count."""
+def test_a_round_waits_for_the_device_once(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the replies (whether they are finite, and their losses) and for the server's leaves; steps do not count."""
     waits, inside, rounds = list[str](), list[bool](), list[list[str]]()
 
     def counting(name: str) -> None:
@@ -114,7 +114,7 @@ def test_a_round_waits_for_the_device_twice(method: str, monkeypatch: pytest.Mon
         counting(name)
     options = {"cohort": 4, "epochs": 1, "batch_size": 64, "evaluate": {"every": 0}, "callbacks": [after]}
     fit(method, bn_mlp(), DATA, engine=VectorisedEngine(step="graphed"), rounds=4, **options)
-    assert rounds[1:3] == [["tolist"] * 2] * 2
+    assert rounds[1:3] == [["tolist"]] * 2
 
 
 def test_a_phase_that_cannot_be_captured_goes_on_mapped() -> None:
