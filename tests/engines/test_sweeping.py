@@ -11,7 +11,7 @@ import torch
 
 import fedloom as fl
 from fedloom.batches import in_order
-from fedloom.client import Adder
+from fedloom.client import Adder, Desk
 from fedloom.engines.vectorised import VectorisedEngine, sweeping
 from fedloom.engines.vectorised.feed import sweep_widths
 from fedloom.engines.vectorised.graphed import Arenas
@@ -84,13 +84,14 @@ def test_equal_clients_give_the_bits_of_a_mapped_sweep(method: str, monkeypatch:
     found = []
     for captured in (True, False):
         engine = VectorisedEngine(step="graphed")
-        monkeypatch.setattr(sweeping, "WORTH", 3 if captured else 1000)
+        for worth in ("WORTH_OF_SWEEPS", "WORTH_OF_JUDGEMENTS"):
+            monkeypatch.setattr(sweeping, worth, 2 if captured else 1000)
         found.append(everything(fit(method, bn_mlp(), EQUAL, engine=engine, **options())))
         assert bool(swept(engine)) is captured
     assert identical(*found)
 
 
-def test_after_the_third_sweep_of_a_shape_only_graphs_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_the_second_sweep_and_the_third_judgement_only_graphs_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """140 rows are batches of 128 and 12: two graphs for the training rows, one for 46 test rows, each made once."""
     eager, captures, replays = Counter[str](), list[int](), list[int]()
     rounds = list[tuple[dict[str, int], int, int]]()
@@ -121,8 +122,38 @@ def test_after_the_third_sweep_of_a_shape_only_graphs_run(monkeypatch: pytest.Mo
     monkeypatch.setattr(Adder, "add", add)
     monkeypatch.setattr(Arenas, "record", record)
     fit("qfedavg", bn_mlp(), EQUAL, engine=VectorisedEngine(step="graphed"), **options(callbacks=[after]))
-    first, third, later = ({"qfedavg": 2, "test": 1}, 0, 0), ({"qfedavg": 2, "test": 1}, 3, 0), ({}, 0, 3)
-    assert rounds == [first, first, third, later, later, later]
+    first, second = ({"qfedavg": 2, "test": 1}, 0, 0), ({"qfedavg": 2, "test": 1}, 2, 0)
+    assert rounds == [first, second, ({"test": 1}, 1, 2), *[({}, 0, 3)] * 3]
+
+
+@pytest.mark.parametrize("method", ["fedmap", "fedaims"])
+def test_cohorts_of_new_clients_share_the_graphs_of_the_others(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What new clients have is everybody's, what others have is their own: the same graphs serve, made in round 2."""
+    made, new, rounds = list[str](), list[bool](), list[int]()
+    plain = Arenas.record
+
+    def record(self: Arenas, body: Any, mutable: Any, touched: set[str], what: str) -> Any:
+        made.append(what)
+        return plain(self, body, mutable, touched, what)
+
+    def after(record: Any) -> None:
+        rounds.append(sum(what.startswith("sweep") for what in made))
+        made.clear()
+
+    plain_init = CapturedAdder.__init__
+
+    def init(self: CapturedAdder, desk: Desk, *others: Any) -> None:
+        new.append(all(p.state.rounds == 0 for p in desk.participants))
+        plain_init(self, desk, *others)
+
+    monkeypatch.setattr(Arenas, "record", record)
+    monkeypatch.setattr(CapturedAdder, "__init__", init)
+    data, how = federation((140,) * 20), options(cohort=3, evaluate={"every": 0})
+    b = fit(method, bn_mlp(), data, engine=VectorisedEngine(step="graphed"), callbacks=[after], **how)
+    assert True in new[2:6]
+    assert False in new[2:6]
+    assert rounds == [0, 2, 0, 0, 0, 0]
+    assert gap(everything(fit(method, bn_mlp(), data, engine="loop", **how)), everything(b)) < 1e-10
 
 
 def test_the_evaluation_at_the_end_is_not_captured() -> None:

@@ -2,8 +2,8 @@
 
 What a sweep reads besides its batches (leaves, what clients have, what everybody received) lies at fixed addresses, into
 which it is copied once a sweep; a graph adds what it computes to sums at fixed addresses. A shape is captured when the
-third sweep comes upon it: the one evaluation at the end of a run is not worth a graph. On a CPU the same code runs
-uncaptured.
+second sweep of a round's program comes upon it, or the third judgement: the one evaluation at the end of a run is not
+worth a graph. On a CPU the same code runs uncaptured.
 """
 
 from __future__ import annotations
@@ -25,41 +25,49 @@ from fedloom.engines.vectorised.traced import common_of, watched
 from fedloom.slots import Judge, Sweep
 from fedloom.types import Leaves
 
-WORTH = 3
-"""The sweep of a run, counted by shape, that is captured."""
+WORTH_OF_SWEEPS, WORTH_OF_JUDGEMENTS = 2, 3
+"""The one of a run, counted by shape, that is captured."""
 KEPT_GRAPHS = 16
 """How many graphs of sweeps are kept, the last used ones."""
 
 
 Types = tuple[torch.dtype, ...]
+Path = tuple[Hashable, ...]
 
 
 def _spread_dims(value: Tensor) -> tuple[int, ...]:
     return tuple(d for d, (n, step) in enumerate(zip(value.shape, value.stride(), strict=True)) if not step and n > 1)
 
 
-def distinct(values: Any) -> tuple[Hashable, list[int], list[Tensor]]:
-    """How tensors lie, where each is found among those that differ, and these: what all clients share is one tensor.
+def distinct(
+    values: Any, own: Callable[[Path], bool] = lambda path: False
+) -> tuple[Hashable, list[tuple[int, tuple[int, ...]]], list[Tensor]]:
+    """How tensors lie, where each is found among those that differ and along which axes it is repeated, and these.
+
+    What all clients share is one tensor. What they own is not, though they have the same as long as they are new.
 
     Example:
         >>> one = torch.zeros(3)
-        >>> _, places, tensors = distinct({"received": one, "leaves": one.expand(5, 3), "n": torch.ones(5)})
+        >>> values = {"received": one, "leaves": one.expand(5, 3), "memory": one.expand(5, 3), "n": torch.ones(5)}
+        >>> _, places, tensors = distinct(values, lambda path: path == ("memory",))
         >>> places, [tuple(t.shape) for t in tensors]
-        ([0, 0, 1], [(3,), (5,)])
+        ([(0, ()), (0, (0,)), (1, ()), (2, ())], [(3,), (5, 3), (5,)])
     """
     known: dict[Hashable, int] = {}
     facts: list[Hashable] = []
-    places: list[int] = []
+    places: list[tuple[int, tuple[int, ...]]] = []
     tensors: list[Tensor] = []
     for path, value in tree.spread(values).items():
-        core, dims = value, _spread_dims(value)
+        owned = own(path)
+        core, dims = value, () if owned else _spread_dims(value)
         for dim in reversed(dims):
             core = core.select(dim, 0)
-        lies = (core.shape, core.stride(), core.dtype)
-        places.append(known.setdefault((core.data_ptr(), *lies), len(tensors)))
-        if places[-1] == len(tensors):
+        lies = (core.shape, None if owned else core.stride(), core.dtype)
+        place = known.setdefault((core.data_ptr(), core.stride(), *lies), len(tensors))
+        if place == len(tensors):
             tensors.append(core)
-        facts.append((path, value.shape, dims, lies, places[-1]))
+        places.append((place, dims))
+        facts.append((path, value.shape, dims, lies, place))
     return tuple(facts), places, tensors
 
 
@@ -70,15 +78,16 @@ class Ground:
         values: leaves, what clients have, and what everybody received, with the shapes to be.
         sums: what the sweep adds up, with the shapes and types to be.
         bound: kept, since graphs read its tensors and since it is told from others by its address.
+        own: which of the values clients own.
     """
 
-    def __init__(self, values: tuple[Any, ...], sums: Leaves, bound: Bound) -> None:
-        _, places, tensors = distinct(values)
+    def __init__(self, values: tuple[Any, ...], sums: Leaves, bound: Bound, own: Callable[[Path], bool]) -> None:
+        _, places, tensors = distinct(values, own)
         self.tensors = [torch.empty_like(t) for t in tensors]
         here: dict[int, Tensor] = {}
-        for value, place in zip(tree.spread(values).values(), places, strict=True):
+        for value, (place, dims) in zip(tree.spread(values).values(), places, strict=True):
             static = self.tensors[place]
-            for dim in _spread_dims(value):
+            for dim in dims:
                 static = static.unsqueeze(dim)
             here[id(value)] = static.expand(value.shape)
         self.leaves, self.private, self.common = pytree.tree_map(lambda t: here[id(t)], values)
@@ -126,7 +135,7 @@ class CapturedAdder(Adder):
         self.met: set[Hashable] = set()
         self.types: set[Types] = set()
         if not self.off:
-            facts, _, self.tensors = distinct(self.values)
+            facts, _, self.tensors = distinct(self.values, self._own)
             post = desk.post
             self.key: Hashable = (self.name, post.cohort, post.population, tuple(desk.momenta.items()), facts)
             self.times = grounds.times.setdefault(self.key, Counter())
@@ -158,11 +167,18 @@ class CapturedAdder(Adder):
         self._leave()
         return super().total()
 
+    def _own(self, path: Path) -> bool:
+        """Whether clients own a value: a round in which all of them are new then needs no graphs of its own."""
+        leaves, _, common = range(3)
+        if isinstance(self.step, Judge) or path[0] == common:
+            return False
+        return (path[0] != leaves and path[1] != "start") or self.desk.bound.specs[str(path[-1])].kept
+
     def _worth(self, shape: Hashable) -> bool:
         if shape not in self.met:
             self.met.add(shape)
             self.times[shape] += 1
-        return self.times[shape] >= WORTH
+        return self.times[shape] >= (WORTH_OF_SWEEPS if isinstance(self.step, Sweep) else WORTH_OF_JUDGEMENTS)
 
     def _settle(self, ground: Ground) -> None:
         """Copies what the sweep reads to its fixed addresses, once."""
@@ -205,7 +221,7 @@ class CapturedAdder(Adder):
         # Some statistics have another type where nothing is masked: sums are of the widest that has occurred.
         wide = self.sums if ground is None else tree.add(tree.zeros_like(ground.sums), tree.zeros_like(self.sums))
         if ground is None or any(v.dtype != ground.sums[k].dtype for k, v in wide.items()):
-            ground = Ground(self.values, wide, desk.bound)
+            ground = Ground(self.values, wide, desk.bound, self._own)
         self._settle(ground)
         inputs = pytree.tree_map(lambda t: t.clone(), packed)
         touched: set[str] = set()
