@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Any, Literal
@@ -33,12 +33,13 @@ Layers = dict[str, tuple[str, ...]]
 def gram(updates: Sequence[Tensor]) -> Tensor:
     """``G_uv = <h_u, h_v>`` in float64 of one layer's updates, each M x anything; a matrix product, in pieces of columns."""
     clients = updates[0].shape[0]
-    total = torch.zeros(clients, clients, dtype=torch.float64, device=updates[0].device)
     width = max(1, CHUNK // clients)
+    total: Tensor | None = None
     for update in updates:
         for piece in update.reshape(clients, -1).split(width, dim=1):
             exact = piece.double()
-            total.addmm_(exact, exact.T)
+            total = exact @ exact.T if total is None else total.addmm_(exact, exact.T)
+    assert total is not None
     return total
 
 
@@ -127,30 +128,39 @@ class _Lag:
         layers = self.layers(cohort.structure, gated)
         updates = reduced["lag"]
         rated = self.rate([[updates[leaf] for leaf in leaves] for leaves in layers.values()])
-        scores = dict(zip(layers, rated, strict=True))
         made = dict(memory)
-        for name, value in scores.items():
-            made[f"score:{name}"] = torch.tensor(value, dtype=torch.float64)
-            made[f"total:{name}"] = memory[f"total:{name}"] + value
+        off: set[str] = set()
         if self.k:
-            fixed = layers if self.select == "conflict" else self.choose(scores)
-            reduced, made = self.average(reduced, made, cohort, [leaf for name in fixed for leaf in layers[name]])
-            made |= self.decide(made, layers, cohort)
+            off = set(tree.off({leaf: memory[f"gate:{leaf}"] for leaf in gated}))
+            fixed = layers if self.select == "conflict" else self.choose(dict.fromkeys(layers, 0.0))
+            stored = [leaf for name in fixed for leaf in layers[name]]
+            reduced, made = self.average(reduced, made, cohort, stored, off)
+        # All that the device has to do has been begun: from here on its scores are waited for.
+        told = rated.tolist()
+        scores = {
+            n: _ten_digits(v) if self.score == "variance" else float(v) for n, v in zip(layers, told, strict=True)
+        }
+        totals = {name: float(memory[f"total:{name}"]) + value for name, value in scores.items()}
+        for what, values in (("score", scores), ("total", totals)):
+            made |= {f"{what}:{name}": torch.tensor(v, dtype=torch.float64) for name, v in values.items()}
+        chosen = self.decide(scores, totals, cohort) if self.k else None
+        if chosen is not None:
+            now = {leaf for name in chosen for leaf in layers[name]}
+            made |= {f"gate:{n}": torch.full_like(memory[f"gate:{n}"], float(n not in now)) for n in now ^ off}
         return reduced, made
 
-    def rate(self, layers: Sequence[Sequence[Tensor]]) -> list[float]:
-        """The score of each layer; the device answers once, and a few Gram matrices are there at a time."""
+    def rate(self, layers: Sequence[Sequence[Tensor]]) -> Tensor:
+        """The score of each layer, still on the device; a few Gram matrices are there at a time."""
         clients = layers[0][0].shape[0]
         some = max(1, CHUNK // clients**2)
         found = []
         for start in range(0, len(layers), some):
             products = torch.stack([gram(updates) for updates in layers[start : start + some]])
             found.append(_variance(products) if self.score == "variance" else _pairs_below(products, self.xi))
-        values = torch.cat(found).tolist()
-        return [_ten_digits(v) if self.score == "variance" else float(v) for v in values]
+        return torch.cat(found)
 
     def average(
-        self, reduced: Message, memory: Leaves, cohort: Cohort, leaves: Sequence[str]
+        self, reduced: Message, memory: Leaves, cohort: Cohort, leaves: Sequence[str], personal: Collection[str]
     ) -> tuple[Message, Leaves]:
         """Eq. 4 of personal layers too: the mean of the clients' values, for newcomers and for layers that return.
 
@@ -159,40 +169,30 @@ class _Lag:
         rows = cohort.rows if self.weights == "samples" else [1] * len(cohort)
         everything = sum(rows)
         share = [n / everything for n in rows]
-        off = tree.off({leaf: memory[f"gate:{leaf}"] for leaf in leaves})
         sent, moved = cohort.leaves, {leaf: reduced["lag"][leaf].unbind() for leaf in leaves}
         keys = [(i, leaf, f"{VALUE}{client}:{leaf}") for i, client in enumerate(cohort.ids) for leaf in leaves]
-        began = [memory.get(key, sent[leaf]) if leaf in off else sent[leaf] for _, leaf, key in keys]
+        began = [memory.get(key, sent[leaf]) if leaf in personal else sent[leaf] for _, leaf, key in keys]
         ended = torch._foreach_add(began, [moved[leaf][i] for i, leaf, _ in keys]) if keys else ()
         memory |= {key: value for (_, _, key), value in zip(keys, ended, strict=True)}
+        off = [leaf for leaf in leaves if leaf in personal]
         if not off:
             return reduced, memory
         starts = [sent[leaf] for leaf in off]
-        ends = [memory[f"{VALUE}{client}:{leaf}"] for client in cohort.ids for leaf in off]
+        ends = [value for (_, leaf, _), value in zip(keys, ended, strict=True) if leaf in personal]
         parts = torch._foreach_sub(ends, starts * len(cohort))
         torch._foreach_mul_(parts, [q for q in share for _ in off])
-        mean = [torch.zeros_like(v) for v in starts]
-        for first in range(0, len(parts), len(off)):
+        mean = parts[: len(off)]
+        for first in range(len(off), len(parts), len(off)):
             torch._foreach_add_(mean, parts[first : first + len(off)])
         return {**reduced, "personal": dict(zip(off, mean, strict=True))}, memory
 
-    def decide(self, memory: Leaves, layers: Layers, cohort: Cohort) -> Leaves:
-        """The gates of the next round, as the schedule has it."""
+    def decide(self, scores: dict[str, float], totals: dict[str, float], cohort: Cohort) -> tuple[str, ...] | None:
+        """The personal layers of the next round, as the schedule has it; None for those of this one."""
         waiting = self.warmup if cohort.rounds is None else min(self.warmup, cohort.rounds // 2)
         if self.schedule == "warmup_once":
-            if cohort.round != waiting + 1:
-                return {}
-            scores = {name: float(memory[f"total:{name}"]) for name in layers}
-        else:
-            if self.schedule == "warmup_then_per_round" and cohort.round < waiting:
-                return {}
-            scores = {name: float(memory[f"score:{name}"]) for name in layers}
-        chosen = self.choose(scores)
-        return {
-            f"gate:{leaf}": torch.full_like(memory[f"gate:{leaf}"], 0.0 if name in chosen else 1.0)
-            for name, leaves in layers.items()
-            for leaf in leaves
-        }
+            return self.choose(totals) if cohort.round == waiting + 1 else None
+        early = self.schedule == "warmup_then_per_round" and cohort.round < waiting
+        return None if early else self.choose(scores)
 
     def choose(self, scores: dict[str, float]) -> tuple[str, ...]:
         """The personal layers: the k highest scores, the deeper layer first among equals; or a fixed choice."""
