@@ -1,4 +1,4 @@
-"""Linear layers, cross-entropies and squared lengths of a cohort on CUDA, as torch has them for one client after another."""
+"""Linear layers, cross-entropies, lengths and inner products of a cohort on CUDA, as torch has them client by client."""
 
 from __future__ import annotations
 
@@ -6,8 +6,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import fedloom as fl
 from fedloom import kernels
+from fedloom.engines.vectorised import VectorisedEngine
+from fedloom.kernels import products
 from tests.engines.test_kernels import DEVICE, compare, cuda, random
+from tests.helpers import bn_mlp, everything, federation, fit, gap
 
 
 @cuda
@@ -60,3 +64,81 @@ def test_a_layer_behind_may_work_in_place() -> None:
 def test_squared_length(shape: tuple[int, ...]) -> None:
     x = random(*shape)
     compare(torch.vmap(kernels.squared_length)(x), (x**2).flatten(1).sum(1), [x])
+
+
+SHAPES = [(5, 3), (), (2, 3, 4), (70, 130), (1,)]
+"""The fourth is longer than what is joined in these tests, and than a program takes."""
+
+
+def leaves(clients: int | None, seed: int) -> list[torch.Tensor]:
+    draw = torch.Generator().manual_seed(seed)
+    front = () if clients is None else (clients,)
+    return [torch.randn((*front, *s), generator=draw, dtype=torch.float64).to(DEVICE) for s in SHAPES]
+
+
+def along(values: list[torch.Tensor], clients: int | None) -> list[torch.Tensor]:
+    """Values of every client, flat."""
+    return [v.reshape(3, -1) if clients else v.flatten().expand(3, -1) for v in values]
+
+
+@cuda
+@pytest.mark.parametrize("shared", [None, 3], ids=["everybody's", "each its own"])
+def test_inner_products(shared: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "SHORT", 100)
+    x, plus, minus = leaves(3, 0), leaves(shared, 1), leaves(3, 2)
+    x = [t.requires_grad_() for t in x]
+    x[2] = x[2].detach().transpose(1, 3).requires_grad_()  # lies otherwise than the rest
+    plus[2], minus[2] = plus[2].transpose(-1, -3), minus[2].transpose(-1, -3)
+    found = torch.vmap(lambda *t: products.inner_products(*t), in_dims=(0, 0 if shared else None, 0))(x, plus, minus)
+    assert "CohortPull" in type(found.grad_fn).__name__
+    parts = zip(along(x, 3), along(plus, shared), along(minus, 3), strict=True)
+    compare(found, sum(((p - m) * t).sum(1) for t, p, m in parts), x)
+
+
+@cuda
+@pytest.mark.parametrize("shared", [None, 3], ids=["everybody's", "each its own"])
+def test_half_squares(shared: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "SHORT", 100)
+    x, anchor = [t.requires_grad_() for t in leaves(3, 0)], leaves(shared, 1)
+    found = torch.vmap(products.half_squares, in_dims=(0, 0 if shared else None))(x, anchor)
+    assert "CohortPull" in type(found.grad_fn).__name__
+    compare(found, sum(((t - a) ** 2).sum(1) / 2 for t, a in zip(along(x, 3), along(anchor, shared), strict=True)), x)
+
+
+@cuda
+def test_half_squares_of_single_precision_in_double() -> None:
+    """Gaps of 1e-6 around 1, of which single precision would keep a digit; their sum is of double precision."""
+    x, anchor = (torch.ones(2, 5000) + torch.rand(2, 5000) * 1e-6 for _ in range(2))
+    found = torch.vmap(lambda x, a: products.half_squares([x], [a], torch.float64))(x.to(DEVICE), anchor.to(DEVICE))
+    expected = ((x.double() - anchor.double()) ** 2).sum(1) / 2
+    assert found.dtype == torch.float64
+    assert torch.allclose(found.cpu(), expected, rtol=1e-12, atol=0)
+
+
+@cuda
+def test_an_anchor_that_moves_is_left_to_torch() -> None:
+    x, anchor = random(3, 4), random(3, 5)[:, :4]
+
+    def value(x: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
+        assert products.half_squares([x], [anchor]) is None
+        assert products.inner_products([x], [anchor], [x]) is None
+        return kernels.squared_length(x - anchor)
+
+    torch.vmap(value)(x, anchor)
+
+
+@cuda
+@pytest.mark.parametrize("method", ["scaffold", "feddyn", "fedprox(mu=0.5)", "fedmap(sigma2=2.0)", "ditto"])
+def test_methods_with_pulls_as_the_loop_engine_has_them(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    launched, plain = [], products._CohortPull.apply
+
+    def apply(*args):  # type: ignore[no-untyped-def]
+        launched.append(1)
+        return plain(*args)
+
+    monkeypatch.setattr(products._CohortPull, "apply", apply)
+    how = {"cohort": 2, "optimizer": fl.sgd(0.05), "device": DEVICE, "epochs": 1}
+    data = federation((9, 5, 7))
+    a, b = (fit(method, bn_mlp(), data, engine=e, **how) for e in ("loop", VectorisedEngine(step="mapped")))
+    assert gap(everything(a), everything(b)) < 1e-9
+    assert launched

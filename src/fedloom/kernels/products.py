@@ -1,14 +1,18 @@
-"""Linear layers and squared lengths of a whole cohort, on CUDA under ``vmap``."""
+"""Linear layers, squared lengths and inner products of a whole cohort, on CUDA under ``vmap``."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedloom.kernels.cohort import _Lifted, serves, shortened
+from fedloom.kernels.cohort import _Lifted, mapped, serves, shortened
+
+SHORT = 1 << 16
+"""Tensors of at most so many values are joined: a launch for each of them would take longer than what it does."""
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -31,6 +35,34 @@ def squared_length(x: Tensor) -> Tensor:
         return (x**2).sum()
     value: Tensor = _Lifted.apply(_CohortSquares, x)  # type: ignore[no-untyped-call]
     return value
+
+
+def inner_products(x: Sequence[Tensor], plus: Sequence[Tensor], minus: Sequence[Tensor]) -> Tensor | None:
+    """``sum_l <plus_l - minus_l, x_l>`` of one client inside ``vmap``, its gradient one pass; None where no kernel serves."""
+    if not _pulling(x, plus, minus):
+        return None
+    value: Tensor = _Lifted.apply(_CohortPull, x[0].dtype, len(x), *x, *plus, *minus)  # type: ignore[no-untyped-call]
+    return value
+
+
+def half_squares(x: Sequence[Tensor], anchor: Sequence[Tensor], dtype: torch.dtype | None = None) -> Tensor | None:
+    """``1/2 sum_l ||x_l - anchor_l||^2`` of one client inside ``vmap``, computed in a type; None where no kernel serves."""
+    if not _pulling(x, anchor):
+        return None
+    value: Tensor = _Lifted.apply(_CohortPull, dtype or x[0].dtype, len(x), *x, *anchor)  # type: ignore[no-untyped-call]
+    return value
+
+
+def _pulling(x: Sequence[Tensor], *others: Sequence[Tensor]) -> bool:
+    """Whether x belongs to a cohort, and others, which all clients may share, are alike and have no gradient."""
+    fixed = [t for own in others for t in own]
+    inside = [t for t in fixed if torch._C._functorch.is_functorch_wrapped_tensor(t)]
+    if not x or not x[0].is_floating_point() or not serves(*x, *inside):
+        return False
+    alike = all(t.dtype == x[0].dtype and t.device == x[0].device and t.numel() for t in (*x, *fixed))
+    shaped = all([t.shape for t in own] == [t.shape for t in x] for own in others)
+    moving = any((torch._C._functorch.get_unwrapped(t) if mapped(t) else t).requires_grad for t in fixed)
+    return alike and shaped and not moving
 
 
 class _CohortLinear(torch.autograd.Function):
@@ -69,3 +101,45 @@ class _CohortSquares(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> Tensor:
         x: Tensor = ctx.saved_tensors[0]
         return x * (2 * dy).view(-1, *[1] * (x.dim() - 1))
+
+
+class _CohortPull(torch.autograd.Function):
+    """``sum <a - b, x>`` of lists x, a, b of tensors (clients, ...), or ``1/2 sum ||x - b||^2`` of lists x, b."""
+
+    @staticmethod
+    def forward(ctx: Any, dtype: torch.dtype, count: int, *tensors: Tensor) -> Tensor:
+        from fedloom.kernels import pulls
+
+        ctx.shapes, ctx.kind, ctx.given = [t.shape for t in tensors[:count]], tensors[0].dtype, len(tensors)
+        ctx.wide = torch.promote_types(dtype, torch.float32)
+        sizes = [shape[1:].numel() for shape in ctx.shapes]
+        short = [i for i, size in enumerate(sizes) if size <= SHORT]
+        ctx.groups = [*([short] if short else []), *([i] for i, size in enumerate(sizes) if size > SHORT)]
+        given = [tensors[at : at + count] for at in range(0, len(tensors), count)]
+        lists = [[_joined([own[i] for i in group]) for group in ctx.groups] for own in given]
+        a, b = lists[-2:]
+        ctx.save_for_backward(*a, *b)
+        return pulls.pulled(a, b, lists[0] if len(lists) == 3 else None, ctx.wide).to(dtype)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        from fedloom.kernels import pulls
+
+        made: list[Tensor | None] = [None] * ctx.given
+        a, b = ctx.saved_tensors[: len(ctx.groups)], ctx.saved_tensors[len(ctx.groups) :]
+        for group, plus, minus in zip(ctx.groups, a, b, strict=True):
+            slope = pulls.pulled_back(plus, minus, dy, ctx.wide, ctx.kind)
+            widths = [ctx.shapes[i][1:].numel() for i in group]
+            for i, part in zip(group, slope.split(widths, 1), strict=True):
+                made[i] = part.view(ctx.shapes[i])
+        return None, None, *made
+
+
+def _joined(values: Sequence[Tensor]) -> Tensor:
+    """Tensors (clients, ...) as one matrix (clients, values); what all clients share is laid out once, and expanded."""
+    clients = len(values[0])
+    if any(v.stride(0) for v in values):
+        flat = [v.reshape(clients, -1).contiguous() for v in values]
+        return flat[0] if len(flat) == 1 else torch.cat(flat, 1)
+    flat = [v[0].reshape(-1).contiguous() for v in values]
+    return (flat[0] if len(flat) == 1 else torch.cat(flat)).expand(clients, -1)

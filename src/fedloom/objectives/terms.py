@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from fedloom import kernels
+from fedloom.kernels.products import half_squares, inner_products, squared_length
 from fedloom.slots import Term
 from fedloom.types import Batch, Leaves, Seen
 from fedloom.view import View
@@ -18,24 +18,46 @@ def data_term() -> Term:
     return Term(owner="task", fn=lambda view, batch, seen: view.loss(), role="data", copy=None)
 
 
-def quadratic(names: tuple[str, ...], leaves: Leaves, anchor: Leaves, seen: Seen | None = None) -> Tensor:
-    """``1/2 sum_l ||theta_l - anchor_l||^2`` over the named leaves; with ``seen``, over those shared in this round."""
+def quadratic(
+    names: tuple[str, ...],
+    leaves: Leaves,
+    anchor: Leaves,
+    seen: Seen | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """``1/2 sum_l ||theta_l - anchor_l||^2`` over the named leaves; with ``seen``, over those shared in this round.
+
+    It is computed in ``dtype``; None for that of the leaves.
+    """
+    gated = seen is not None and any(n in seen.gate for n in names)
+    if not gated and (value := half_squares([leaves[n] for n in names], [anchor[n] for n in names], dtype)) is not None:
+        return value
     parts = []
     for name in names:
-        gap = leaves[name] - anchor[name]
-        parts.append(kernels.squared_length(gap if seen is None else seen.gated(name, gap)))
+        gap = leaves[name].to(dtype) - anchor[name].to(dtype) if dtype is not None else leaves[name] - anchor[name]
+        parts.append(squared_length(gap if seen is None else seen.gated(name, gap)))
     return 0.5 * torch.stack(parts).sum() if parts else torch.zeros(())
 
 
-def inner_product(owner: str, direction: Callable[[Seen], Leaves]) -> Term:
-    """``sum_l <direction_l, theta_l>`` over the leaves of this phase that are shared in this round.
+def inner_product(
+    owner: str, direction: Callable[[Seen], Leaves], minus: Callable[[Seen], Leaves] | None = None
+) -> Term:
+    """``sum_l <direction_l - minus_l, theta_l>`` over the leaves of this phase that are shared in this round.
 
-    Its gradient is ``direction``: drift corrections such as SCAFFOLD's are terms of this form.
+    Its gradient is ``direction - minus``: drift corrections such as SCAFFOLD's are terms of this form.
     """
 
     def fn(view: View, batch: Batch, seen: Seen) -> Tensor:
-        chosen = direction(seen)
-        parts = [(seen.gated(n, chosen[n]) * view.leaves[n]).sum() for n in view.trained if n in chosen]
+        plus, less = direction(seen), None if minus is None else minus(seen)
+        names = [n for n in view.trained if n in plus]
+        if less is not None and not any(n in seen.gate for n in names):
+            value = inner_products(*([own[n] for n in names] for own in (view.leaves, plus, less)))
+            if value is not None:
+                return value
+        parts = []
+        for name in names:
+            chosen = plus[name] if less is None else plus[name] - less[name]
+            parts.append((seen.gated(name, chosen) * view.leaves[name]).sum())
         return torch.stack(parts).sum() if parts else torch.zeros(())
 
     return Term(owner=owner, fn=fn)

@@ -33,18 +33,14 @@ def control_variates(eta_g: float = 1.0) -> Callable[[Method], Method]:
     def zeros(facts: Facts) -> Leaves:
         return tree.zeros_like(facts.travelling())
 
-    def direction(seen: Seen) -> Leaves:
-        mine = seen.memory[OWNER]
-        return tree.sub(seen.broadcast[OWNER], mine)
-
     def renew(message: Message, memory: Leaves, seen: Seen) -> tuple[Message, Leaves]:
-        c, new = seen.broadcast[OWNER], {}
+        c, change, new = seen.broadcast[OWNER], {}, {}
         alike = {seen.specs[name].phases: name for name in memory}
         made = {phases: seen.steps_of(name).clamp(min=1) * seen.lr_of(name) for phases, name in alike.items()}
         for name, old in memory.items():
             drift = (seen.received[name] - seen.final[name]) / made[seen.specs[name].phases]
-            new[name] = seen.gated(name, old - c[name] + drift)
-        change = {name: seen.gated(name, new[name] - memory[name]) for name in new}
+            change[name] = seen.gated(name, drift - c[name])
+            new[name] = seen.gated(name, old + change[name])
         return {**message, "control": change}, new
 
     def settle(reduced: Message, memory: Leaves, cohort: Cohort) -> tuple[Message, Leaves]:
@@ -58,7 +54,7 @@ def control_variates(eta_g: float = 1.0) -> Callable[[Method], Method]:
     def apply(method: Method) -> Method:
         stage = Stage(owner=OWNER, fn=renew, entries={"control": mean("uniform")}, memory=zeros)
         method = method.replacing_reducer(OWNER, "delta", mean("uniform")).adding(
-            terms=(inner_product(OWNER, direction),),
+            terms=(inner_product(OWNER, lambda seen: seen.broadcast[OWNER], minus=lambda seen: seen.memory[OWNER]),),
             stages=(stage,),
             prepare=(Prepare(owner=OWNER, fn=lambda memory, cohort: Prepared(memory=memory, broadcast=memory)),),
             server=(ServerStage(owner=OWNER, fn=settle, memory=zeros),),

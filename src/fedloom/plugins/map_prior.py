@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fedloom.errors import Conflict, UnknownName, UserError
+from fedloom.objectives import quadratic
 from fedloom.priors import PRIORS, Gaps, Gaussian, Laplace, Prior, gaussian
 from fedloom.record import Method
 from fedloom.reducers import Reducer, maximum, mean, stack
@@ -72,11 +73,15 @@ class _Map:
         """The leaves that the prior is about: the user's trainable ones that are mirrored."""
         return seen.names("mirrored", extra=False)
 
-    def penalty(self, names: tuple[str, ...], leaves: Leaves, seen: Seen) -> Tensor:
-        """R over some leaves."""
-        parts = [
-            self.prior.penalty(leaves[n] - seen.received[n], self.scale(n, seen), self.learnt(n, seen)) for n in names
-        ]
+    def penalty(self, names: tuple[str, ...], leaves: Leaves, seen: Seen, dtype: torch.dtype | None = None) -> Tensor:
+        """R over some leaves, computed in a type; None for that of the leaves."""
+        gamma = seen.received
+        if isinstance(self.prior, Gaussian) and not self.prior.by_leaf:
+            return self.prior.scale() * quadratic(names, leaves, gamma, dtype=dtype)
+        gaps = {
+            n: leaves[n].to(dtype) - gamma[n].to(dtype) if dtype is not None else leaves[n] - gamma[n] for n in names
+        }
+        parts = [self.prior.penalty(gap, self.scale(n, seen), self.learnt(n, seen)) for n, gap in gaps.items()]
         return torch.stack(parts).sum() if parts else torch.zeros(())
 
     def term(self, view: View, batch: Batch, seen: Seen) -> Tensor:
@@ -101,9 +106,7 @@ class _Map:
     def send(self, message: Message, memory: Leaves, seen: Seen) -> tuple[Message, Leaves]:
         """``log omega_k`` in float64, and the squared gaps for priors that need moments."""
         if self.weighted:
-            gaps = {n: seen.final[n].double() for n in self.names(seen)}
-            wide = replace(seen, received={n: seen.received[n].double() for n in gaps})
-            penalty = self.penalty(tuple(gaps), gaps, wide).double()
+            penalty = self.penalty(self.names(seen), seen.final, seen, torch.float64).double()
             found = seen.swept[OWNER]
             loss, rows = found["loss"].reshape(()), found["rows"].reshape(())
             weight = {
