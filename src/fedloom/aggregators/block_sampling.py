@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fedloom import rng, transfer
-from fedloom.aggregators.similarity import WIDTH, coordinates, cosines, dealt_groups, project, unlike_groups
+from fedloom.aggregators.similarity import WIDTH, coordinates, cosines, dealt_groups, likeness, project, unlike_groups
 from fedloom.errors import Conflict
 from fedloom.record import Method
 from fedloom.reducers import stack
@@ -69,16 +69,21 @@ def sampled(
     def learn(reduced: Message, memory: Leaves, cohort: Cohort) -> tuple[Message, Leaves]:
         moved = {n: reduced[BODIES][n] for n in _body(cohort.structure) if n in reduced[BODIES]}
         ends = {k: cohort.leaves[k] + v if similarity == "raw" else v for k, v in moved.items()}
-        apart = _apart(moved, reduced["delta"])
-        vectors = project(ends, cohort.seed, drawn=drawn).to(memory["latest"])  # on the host, which groups clients
-        where = transfer.onto(torch.tensor(list(_indices(cohort).values())), vectors.device)
-        latest, known = memory["latest"], memory["known"]
+        latest, known, clients = memory["latest"], memory["known"], len(cohort)
+        vectors = project(ends, cohort.seed, drawn=drawn).to(latest.dtype)
+        alike = likeness(vectors, torch.ones_like(vectors[:, 0]))
+        asked = torch.cat([_apart(moved, reduced["delta"])[None], alike.flatten(), vectors.flatten().double()])
+        where = torch.tensor(list(_indices(cohort).values()), device=latest.device)
         if not known.numel():
             latest, known = latest.new_zeros(cohort.population, latest.shape[1]), known.new_zeros(cohort.population)
-        memory = {**memory, "latest": latest.index_copy(0, where, vectors), "known": known.index_fill(0, where, 1.0)}
+        latest, known = latest.clone(), known.index_fill(0, where, 1.0)
+        # All that can be done without the device's answer has been done; the rest is of the host, which groups clients.
+        apart, pairs, ended = asked.cpu().split([1, clients**2, vectors.numel()])
+        latest.index_copy_(0, where, ended.view(clients, -1).to(latest))
+        facts = [float(apart), *_spread(pairs.view(clients, clients).numpy())]
+        memory = {**memory, "latest": latest, "known": known, "facts": torch.tensor(facts).to(memory["facts"])}
         if period > 1 and cohort.round % period == 0:
-            memory |= {"used": memory["latest"], "used_known": memory["known"]}
-        memory["facts"] = _facts(apart, vectors).to(memory["facts"])
+            memory |= {"used": latest, "used_known": known}
         return {k: v for k, v in reduced.items() if k != BODIES}, memory
 
     def blank(facts: Facts) -> Leaves:
@@ -116,16 +121,22 @@ def block_of(seen: Seen) -> Tensor:
 def _similarity(memory: Leaves, cohort: Cohort) -> np.ndarray:
     """Pairwise similarity of the cohort's clients from the last refresh; 0 for clients that are not known."""
     vectors, known = memory.get("used", memory["latest"]), memory.get("used_known", memory["known"])
-    there = [i if known.numel() else -1 for i in _indices(cohort).values()]
-    rows: list[Tensor] = [vectors.new_zeros(vectors.shape[1]) if i < 0 else vectors[i] for i in there]
-    flags = [known.new_zeros(()) if i < 0 else known[i] for i in there]
-    return cosines(torch.stack(rows), torch.stack(flags))
+    if not known.numel():
+        return np.zeros((len(cohort), len(cohort)))
+    there = torch.tensor(list(_indices(cohort).values()), device=known.device)
+    rows = there.clamp(min=0)
+    return cosines(vectors[rows], known[rows] * (there >= 0))
 
 
 def _indices(cohort: Cohort) -> dict[str, int]:
     """Where the clients of a round stand in the federation; -1 for one that is not of it."""
-    index = {name: i for i, name in enumerate(cohort.order)}
+    index = _places(cohort.order)
     return {name: index.get(name, -1) for name in cohort.ids}
+
+
+@lru_cache(maxsize=4)
+def _places(order: tuple[str, ...]) -> dict[str, int]:
+    return {name: i for i, name in enumerate(order)}
 
 
 def _body(structure: Structure) -> tuple[str, ...]:
@@ -138,8 +149,7 @@ def _apart(moved: Leaves, mean: Leaves) -> Tensor:
     return torch.stack(gaps).double().sum(0).max()
 
 
-def _facts(apart: Tensor, vectors: Tensor) -> Tensor:
-    """kappa^2, and the spread of the pairs' similarities."""
-    pairs = cosines(vectors, vectors.new_ones(len(vectors)))[np.triu_indices(len(vectors), 1)]
-    spread = (pairs.min(), pairs.mean(), pairs.max()) if pairs.size else (0.0, 0.0, 0.0)
-    return torch.tensor([float(apart), *map(float, spread)])
+def _spread(similarity: np.ndarray) -> tuple[float, float, float]:
+    """The least, mean and largest similarity of two clients; zeros where there is one only."""
+    pairs = similarity[np.triu_indices(len(similarity), 1)].round(10)
+    return (float(pairs.min()), float(pairs.mean()), float(pairs.max())) if pairs.size else (0.0, 0.0, 0.0)

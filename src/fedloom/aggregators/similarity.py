@@ -63,11 +63,16 @@ def project(
 
 def cosines(vectors: Tensor, known: Tensor) -> np.ndarray:
     """``s_ij = cos(v_i, v_j)`` in float64, rounded to 10 digits; 0 where one of the two is not known."""
+    return np.asarray(likeness(vectors, known).cpu().numpy().round(10))
+
+
+def likeness(vectors: Tensor, known: Tensor) -> Tensor:
+    """As :func:`cosines`, still on the device and not rounded yet."""
     values = vectors.double()
     length = values.norm(dim=1)
     there = (known > 0) & (length > 0)
-    unit = values / length.clamp(min=1e-300)[:, None] * there[:, None]
-    return np.asarray((unit @ unit.T).clamp(-1, 1).cpu().numpy().round(10))
+    unit: Tensor = values / length.clamp(min=1e-300)[:, None] * there[:, None]
+    return (unit @ unit.T).clamp(-1, 1)
 
 
 def unlike_groups(similarity: np.ndarray, groups: int) -> list[list[int]]:
@@ -87,10 +92,10 @@ def unlike_groups(similarity: np.ndarray, groups: int) -> list[list[int]]:
     """
     found: list[list[int]] = [[] for _ in range(groups)]
     for i in range(len(similarity)):
-        least = min(len(g) for g in found)
-        costs = [float(np.mean(similarity[i, g]).round(10)) if g else 0.0 for g in found]
-        best = min((k for k in range(groups) if len(found[k]) == least), key=lambda k: costs[k])
-        found[best].append(i)
+        least = min(map(len, found))
+        open_to = [k for k, g in enumerate(found) if len(g) == least]
+        costs = similarity[i, [found[k] for k in open_to]].mean(1).round(10) if least else [0.0]
+        found[open_to[int(np.argmin(costs))]].append(i)
     return sorted(found, key=len)
 
 
