@@ -66,7 +66,8 @@ def test_the_next_round_is_planned_before_replies_are_waited_for(monkeypatch: py
     outcome = server.Sorting.outcome
 
     def sorting(self: server.Sorting, round: int) -> server.Outcome:
-        waiting.append(len(engine.pools.plans._ahead))
+        laid_out = 0 if engine.pools._ahead is None else len(engine.pools._ahead[1])
+        waiting.append(len(engine.pools.plans._ahead) + laid_out)
         return outcome(self, round)
 
     monkeypatch.setattr(server.Sorting, "outcome", sorting)
@@ -82,6 +83,7 @@ def test_the_next_round_is_planned_before_replies_are_waited_for(monkeypatch: py
         asked = [phases * (len(r["clients"]) - len(r.get("dropped", ()))) for r in b.history]
         assert waiting[4:] == [*asked[1:], 0]
         assert not engine.pools.plans._ahead
+        assert engine.pools._ahead is None
 
 
 @pytest.mark.parametrize("method", ["fedavg", "ditto", "scaffold"])

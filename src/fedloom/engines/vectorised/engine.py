@@ -54,18 +54,27 @@ class VectorisedEngine:
         self, bound: Bound, work: Work, program: Program, post: Post, participants: Sequence[Participant]
     ) -> list[Reply]:
         """One reply per participant, in the order given."""
-        rows = max(len(p.site.train) for p in participants)
-        device = next(iter(post.leaves.values())).device
-        most = self.wave or waves.wave_size(bound, work, rows, device.type)
         found: dict[str, Reply] = {}
-        for wave in waves.cut(waves.side_by_side(bound, participants), most):
+        for wave in self._waves(bound, work, participants, next(iter(post.leaves.values())).device):
             found |= {r.id: r for r in self._wave(bound, work, program, post, wave)}
         return [found[p.site.id] for p in participants]
 
     def foresee(self, bound: Bound, work: Work, round: int, people: Callable[[], Sequence[Participant]]) -> None:
         """Plans a round to come, where the device is still at work on the present one: on a CPU nothing is gained."""
-        if self._captures(next(iter(bound.start.values()))):
-            self.pools.plans.foresee(bound, work, round, people())
+        there = next(iter(bound.start.values()))
+        if not self._captures(there):
+            return
+        asked = people()
+        self.pools.plans.foresee(bound, work, round, asked)
+        if asked and not self.unpadded:
+            self.pools.foresee(bound, work, round, self._waves(bound, work, asked, there.device)[0])
+
+    def _waves(
+        self, bound: Bound, work: Work, people: Sequence[Participant], device: torch.device
+    ) -> list[list[Participant]]:
+        rows = max(len(p.site.train) for p in people)
+        most = self.wave or waves.wave_size(bound, work, rows, device.type)
+        return waves.cut(waves.side_by_side(bound, people), most)
 
     def facts(self) -> dict[str, Any]:
         """What was resolved, and what happened since: for the run's record."""

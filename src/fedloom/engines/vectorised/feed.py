@@ -7,7 +7,7 @@ operation, and padding points at the zeros. Indices and masks of a phase are lai
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,10 +17,12 @@ from torch.utils import _pytree as pytree
 
 from fedloom import batches
 from fedloom.batches import SWEEP_BATCH
+from fedloom.bound import Bound, BoundPhase
 from fedloom.data import Rows
 from fedloom.engines.vectorised.plans import Plans
 from fedloom.transfer import onto
 from fedloom.types import Batch, Inputs
+from fedloom.work import Participant, Work
 
 KEPT_BYTES = 1 << 30
 """How many bytes of laid-out rows are kept for the next round."""
@@ -60,7 +62,11 @@ class Pool:
 
     def nbytes(self) -> int:
         """Bytes of all rows."""
-        return sum(t.numel() * t.element_size() for t in [*pytree.tree_leaves(self.x), self.y])
+        return _nbytes(self)
+
+
+def _nbytes(rows: Rows | Pool) -> int:
+    return sum(t.nbytes for t in [*pytree.tree_leaves(rows.x), rows.y])
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:
@@ -78,6 +84,43 @@ class Pools:
         self.plans = Plans()
         self._kept: OrderedDict[tuple[int, ...], Pool] = OrderedDict()
         self._held = 0
+        self._ahead: tuple[Hashable, Sequence[Participant], Feed] | None = None
+
+    def foresee(self, bound: Bound, work: Work, round: int, wave: Sequence[Participant]) -> None:
+        """Lays out the first phase of a round to come, which was planned, for its first wave; later ones have time."""
+        self._ahead = None
+        phases = bound.method.phases("round")
+        if not phases or sum(map(_nbytes, (p.site.train for p in wave))) > KEPT_BYTES // 4:
+            return
+        phase = bound.phases[phases[0].name]
+        self._ahead = (_name(bound, work, round, phase, wave), wave, self.feed(bound, work, round, phase, wave))
+
+    def feed(
+        self,
+        bound: Bound,
+        work: Work,
+        round: int,
+        phase: BoundPhase,
+        wave: Sequence[Participant],
+        *,
+        fixed: bool = False,
+        unpadded: bool = False,
+    ) -> Feed:
+        """The steps of a phase for a wave, made unless they were foreseen; options as for :class:`Feed`."""
+        if self._ahead is not None and not fixed and not unpadded:
+            name, _, feed = self._ahead
+            if name == _name(bound, work, round, phase, wave):
+                self._ahead = None
+                return feed
+        return Feed(
+            self.of([p.site.train for p in wave]),
+            [self.plans.of(bound, work, round, phase, p) for p in wave],
+            phase.phase.sampler.group,
+            bound.structure.dtype,
+            whole=phase.phase.until is not None,
+            fixed=fixed,
+            unpadded=unpadded,
+        )
 
     def of(self, parts: Sequence[Rows]) -> Pool:
         """The pool of these rows."""
@@ -94,8 +137,13 @@ class Pools:
 
     def clear(self) -> None:
         """Forgets all pools."""
+        self._ahead = None
         self._kept.clear()
         self._held = 0
+
+
+def _name(bound: Bound, work: Work, round: int, phase: BoundPhase, wave: Sequence[Participant]) -> Hashable:
+    return id(bound), id(work), round, phase.phase.name, tuple((id(p.site), p.share) for p in wave)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from fedloom.bound import BoundPhase
 from fedloom.client import Desk
-from fedloom.engines.vectorised.feed import Feed, Pools, Tick
+from fedloom.engines.vectorised.feed import Pools, Tick
 from fedloom.engines.vectorised.traced import Attached, Traces
 from fedloom.optim import OptState
 from fedloom.stepping import Stepper
@@ -45,15 +45,7 @@ class MappedStepper(Stepper):
     ) -> None:
         super().__init__(desk, phase, leaves)
         people = desk.participants
-        self.feed = Feed(
-            pools.of([p.site.train for p in people]),
-            [pools.plans.of(desk.bound, desk.work, desk.post.round, phase, p) for p in people],
-            phase.phase.sampler.group,
-            desk.bound.structure.dtype,
-            whole=phase.phase.until is not None,
-            unpadded=unpadded,
-            fixed=fixed,
-        )
+        self.feed = pools.feed(desk.bound, desk.work, desk.post.round, phase, people, fixed=fixed, unpadded=unpadded)
         self.unpadded = unpadded
         self.traces = traces
         self.name: Hashable = (id(desk.bound), phase.phase.name, people[0].key)
