@@ -197,8 +197,12 @@ class Desk:
                 continue
             own = [p.state.leaves.get(name, value) for p in self.participants]
             gate = post.gate.get(name)
-            mine = gather(own)
-            start[name] = mine if gate is None else torch.where(gate.bool(), gather(everywhere), mine)
+            if gate is None:
+                start[name] = gather(own)
+            elif post.off is None:
+                start[name] = torch.where(gate.bool(), gather(everywhere), gather(own))
+            else:  # laid out alike, personal or not: captured sweeps tell tensors by how they lie
+                start[name] = gather(own if name in post.off else everywhere).contiguous()
         rule = self.bound.method.partition.receive
         if rule is not None and step.rule and not step.plain:
             apply = rule

@@ -85,13 +85,20 @@ def dispatch(bound: Bound, state: ServerState, cohort: Cohort) -> tuple[ServerSt
             addressed[name][stage.owner] = value
         keys.update(prepared.keys)
     state = replace(state, memory=memory)
-    return state, Dispatch(post(bound, state, cohort, broadcast), addressed, keys, personal_now(bound, state))
+    sent = post(bound, state, cohort, broadcast)
+    return state, Dispatch(sent, addressed, keys, _personal(bound, state, sent))
 
 
 def plain_dispatch(bound: Bound, state: ServerState, cohort: Cohort) -> Dispatch:
     """What the setup begins with: the post alone."""
     addressed: dict[str, Memory] = {name: {} for name in cohort.ids}
-    return Dispatch(post(bound, state, cohort, {}), addressed, {}, personal_now(bound, state))
+    sent = post(bound, state, cohort, {})
+    return Dispatch(sent, addressed, {}, _personal(bound, state, sent))
+
+
+def _personal(bound: Bound, state: ServerState, sent: Post) -> tuple[str, ...]:
+    off = sent.off
+    return personal_now(bound, state) if off is None else tuple(name for name in sent.gate if name in off)
 
 
 def post(bound: Bound, state: ServerState, cohort: Cohort, broadcast: Memory, *, tested: bool = False) -> Post:
@@ -99,9 +106,11 @@ def post(bound: Bound, state: ServerState, cohort: Cohort, broadcast: Memory, *,
     gate = bound.method.server.gate
     leaves, rule = state.leaves, bound.method.evaluate.tested
     gates = {} if gate is None else gate(state.memory)
-    device = next(iter(leaves.values())).device
-    if gates and next(iter(gates.values())).device != device:  # the server keeps them where it decides: on the host
-        gates = dict(zip(gates, transfer.onto(torch.stack(list(gates.values())), device).unbind(), strict=True))
+    device, off = next(iter(leaves.values())).device, None
+    if gates and next(iter(gates.values())).device.type == "cpu":  # where the server decides, which then knows them
+        off = frozenset(tree.off(gates))
+        if device.type != "cpu":
+            gates = dict(zip(gates, transfer.onto(torch.stack(list(gates.values())), device).unbind(), strict=True))
     return Post(
         leaves=rule(leaves, state.memory) if tested and rule is not None else leaves,
         broadcast=broadcast,
@@ -109,6 +118,7 @@ def post(bound: Bound, state: ServerState, cohort: Cohort, broadcast: Memory, *,
         round=cohort.round,
         cohort=len(cohort),
         population=cohort.population,
+        off=off,
     )
 
 

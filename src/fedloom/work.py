@@ -75,6 +75,7 @@ class Post:
         round: the round, from 1.
         cohort: number of clients asked.
         population: number of clients there are.
+        off: the gated leaves that are personal, where the host knows them without asking the device.
     """
 
     leaves: Leaves
@@ -83,6 +84,7 @@ class Post:
     round: int
     cohort: int
     population: int
+    off: frozenset[str] | None = None
 
 
 @dataclass(frozen=True, slots=True)

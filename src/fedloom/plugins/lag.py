@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from itertools import takewhile
 from typing import Any, Literal
 
 import torch
@@ -213,18 +212,24 @@ class _Lag:
 
     def report(self, memory: Leaves) -> dict[str, Any]:
         """One row of the layer x round matrix of scores, and the layers that are personal in the next round."""
-        scores = {k.removeprefix("score:"): float(v) for k, v in _common(memory) if k.startswith("score:")}
+        scores = {name: float(value) for name, value in _common(memory, "score:").items()}
         return {"score": scores, "personal": tree.off(gates({OWNER: memory}))}
 
 
 def gates(memory: Memory) -> Leaves:
     """Per gated leaf 1 (shared) or 0 (personal), as the server remembers it."""
-    return {k.removeprefix("gate:"): v for k, v in _common(memory[OWNER]) if k.startswith("gate:")}
+    return _common(memory[OWNER], "gate:")
 
 
-def _common(memory: Leaves) -> Iterator[tuple[str, Tensor]]:
+def _common(memory: Leaves, what: str) -> Leaves:
     """What is remembered of no single client: it stands in front, in the order of making and in that of the alphabet alike."""
-    return takewhile(lambda item: not item[0].startswith(VALUE), memory.items())
+    found: Leaves = {}
+    for name, value in memory.items():
+        if name.startswith(what):
+            found[name[len(what) :]] = value
+        elif name.startswith(VALUE):
+            break
+    return found
 
 
 def rankable(leaf: LeafInfo) -> bool:

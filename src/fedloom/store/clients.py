@@ -311,8 +311,12 @@ class ClientStore(MutableMapping[str, ClientState]):
 
 def _size(state: ClientState) -> int:
     """Bytes that a state takes in memory, about."""
-    tensors = _tensors([state.leaves, state.memory, state.optimizer])
-    return _OVERHEAD + sum(v.numel() * v.element_size() + _OVERHEAD for v in tensors)
+    tensors = [*state.leaves.values()]
+    for kept in state.memory.values():
+        tensors += kept.values()
+    if state.optimizer:
+        tensors += _tensors(state.optimizer)
+    return _OVERHEAD * (1 + len(tensors)) + sum([v.nbytes for v in tensors])
 
 
 def _tensors(value: object) -> list[Tensor]:
