@@ -352,7 +352,8 @@ def traffic(bound: Bound, replies: Sequence[Reply], sent: Dispatch, asked: Seque
         if clients:
             down.update({k: v * clients for k, v in server.bytes_down(bound, sent, newcomer=new).items()})
     for name in asked:
-        down.update({owner: tree.size_in_bytes(v) for owner, v in sent.addressed[name].items()})
+        for owner, values in sent.addressed[name].items():
+            down[owner] += tree.size_in_bytes(values)
     wire = {entry: size for stage in bound.method.upload for entry, size in stage.wire.items()}
     up: Counter[str] = Counter()
     for reply in replies:
@@ -360,7 +361,8 @@ def traffic(bound: Bound, replies: Sequence[Reply], sent: Dispatch, asked: Seque
             parts = server.by_kind(entry, value)
             if entry in wire:
                 parts = {next(iter(parts), entry): value}
-            up.update({kind: wire.get(entry, tree.size_in_bytes)(part) for kind, part in parts.items()})
+            for kind, part in parts.items():
+                up[kind] += wire.get(entry, tree.size_in_bytes)(part)
     totals = {"bytes_up": up.total(), "bytes_down": down.total()}
     return {**totals, "bytes_up_by_kind": dict(up), "bytes_down_by_kind": dict(down)}
 

@@ -321,7 +321,7 @@ def bytes_down(bound: Bound, sent: Dispatch, *, newcomer: bool = False) -> dict[
     for name, spec in bound.specs.items():
         if _travels_down(spec) and name not in held:
             kind = "buffers" if spec.buffer else "parameters"
-            found[kind] = found.get(kind, 0) + tree.size_in_bytes({name: post.leaves[name]})
+            found[kind] = found.get(kind, 0) + post.leaves[name].nbytes
     for owner, values in post.broadcast.items():
         for kind, part in by_kind(owner, values).items():
             found[kind] = found.get(kind, 0) + tree.size_in_bytes(part)

@@ -53,7 +53,8 @@ def overwrite(to: Iterable[Tensor], source: Iterable[Tensor]) -> None:
     """
     kinds: dict[tuple[torch.dtype, bool], tuple[list[Tensor], list[Tensor]]] = {}
     for mine, other in zip(to, source, strict=True):
-        here, there = kinds.setdefault((mine.dtype, mine.stride() == other.stride()), ([], []))
+        alike = (mine.is_contiguous() and other.is_contiguous()) or mine.stride() == other.stride()
+        here, there = kinds.setdefault((mine.dtype, alike), ([], []))
         here.append(mine)
         there.append(other)
     with torch.no_grad():
@@ -119,7 +120,7 @@ def flat(a: Leaves) -> Tensor:
 
 def size_in_bytes(a: Leaves) -> int:
     """Bytes of all tensors."""
-    return sum(v.nbytes for v in a.values())
+    return sum([v.nbytes for v in a.values()])
 
 
 def all_finite(a: Leaves) -> bool:

@@ -71,7 +71,7 @@ def sampled(
         ends = {k: cohort.leaves[k] + v if similarity == "raw" else v for k, v in moved.items()}
         latest, known, clients = memory["latest"], memory["known"], len(cohort)
         vectors = project(ends, cohort.seed, drawn=drawn).to(latest.dtype)
-        alike = likeness(vectors, torch.ones_like(vectors[:, 0]))
+        alike = likeness(vectors)
         asked = torch.cat([_apart(moved, reduced["delta"])[None], alike.flatten(), vectors.flatten().double()])
         where = torch.tensor(list(_indices(cohort).values()), device=latest.device)
         if not known.numel():
@@ -123,9 +123,10 @@ def _similarity(memory: Leaves, cohort: Cohort) -> np.ndarray:
     vectors, known = memory.get("used", memory["latest"]), memory.get("used_known", memory["known"])
     if not known.numel():
         return np.zeros((len(cohort), len(cohort)))
-    there = torch.tensor(list(_indices(cohort).values()), device=known.device)
-    rows = there.clamp(min=0)
-    return cosines(vectors[rows], known[rows] * (there >= 0))
+    places = list(_indices(cohort).values())
+    rows = torch.tensor(places, device=known.device)
+    flags = known[rows]  # those of the federation's last client for one that is not of it
+    return cosines(vectors[rows], flags if min(places) >= 0 else flags * (rows >= 0))
 
 
 def _indices(cohort: Cohort) -> dict[str, int]:
@@ -151,5 +152,10 @@ def _apart(moved: Leaves, mean: Leaves) -> Tensor:
 
 def _spread(similarity: np.ndarray) -> tuple[float, float, float]:
     """The least, mean and largest similarity of two clients; zeros where there is one only."""
-    pairs = similarity[np.triu_indices(len(similarity), 1)].round(10)
+    pairs = similarity[_above(len(similarity))].round(10)
     return (float(pairs.min()), float(pairs.mean()), float(pairs.max())) if pairs.size else (0.0, 0.0, 0.0)
+
+
+@lru_cache(maxsize=4)
+def _above(clients: int) -> tuple[np.ndarray, ...]:
+    return np.triu_indices(clients, 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -63,15 +64,14 @@ def project(
 
 def cosines(vectors: Tensor, known: Tensor) -> np.ndarray:
     """``s_ij = cos(v_i, v_j)`` in float64, rounded to 10 digits; 0 where one of the two is not known."""
-    return np.asarray(likeness(vectors, known).cpu().numpy().round(10))
+    found, there = likeness(vectors).cpu().numpy().round(10), known.cpu().numpy() > 0
+    return np.asarray(found if there.all() else np.where(there[:, None] & there, found, 0.0))
 
 
-def likeness(vectors: Tensor, known: Tensor) -> Tensor:
-    """As :func:`cosines`, still on the device and not rounded yet."""
+def likeness(vectors: Tensor) -> Tensor:
+    """As :func:`cosines` where all are known, still on the device and not rounded yet; a zero vector is like no other."""
     values = vectors.double()
-    length = values.norm(dim=1)
-    there = (known > 0) & (length > 0)
-    unit: Tensor = values / length.clamp(min=1e-300)[:, None] * there[:, None]
+    unit: Tensor = values / values.norm(dim=1, keepdim=True).clamp(min=1e-300)
     return (unit @ unit.T).clamp(-1, 1)
 
 
@@ -91,11 +91,10 @@ def unlike_groups(similarity: np.ndarray, groups: int) -> list[list[int]]:
     Reference: FedAIMS, Algorithm 2 and eqs. 10, 11.
     """
     found: list[list[int]] = [[] for _ in range(groups)]
-    for i in range(len(similarity)):
+    for i, row in enumerate(similarity.tolist()):
         least = min(map(len, found))
-        open_to = [k for k, g in enumerate(found) if len(g) == least]
-        costs = similarity[i, [found[k] for k in open_to]].mean(1).round(10) if least else [0.0]
-        found[open_to[int(np.argmin(costs))]].append(i)
+        costs = {k: math.fsum(row[j] for j in g) / max(1, least) for k, g in enumerate(found) if len(g) == least}
+        found[min(costs, key=lambda k: round(costs[k], 10))].append(i)
     return sorted(found, key=len)
 
 
