@@ -9,6 +9,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from fedloom import kernels
+
 Leaves = dict[str, Tensor]
 """Named tensors of a model: parameters, buffers, and the extra leaves that plug-ins bring."""
 
@@ -52,8 +54,7 @@ class Batch:
         """Mean over the real rows of one value per row: ``sum(w l) / sum(w)``."""
         if self.mask is None:
             return values.mean()
-        mask = self.mask.to(values.dtype)
-        return (values * mask).sum() / mask.sum().clamp(min=1)
+        return kernels.masked_mean(values, self.mask)
 
     def sum(self, values: Tensor) -> Tensor:
         """Sum over the real rows; ``values`` may have further axes, which stay."""

@@ -6,18 +6,21 @@ from fedloom.kernels.crossentropies import cross_entropies
 from fedloom.kernels.entropy import summarised
 from fedloom.kernels.fusions import acted, acted_apart, chained, chained_apart
 from fedloom.kernels.products import linear, squared_length
+from fedloom.kernels.rows import class_distances, masked_mean
 
 __all__ = [
     "acted",
     "acted_apart",
     "chained",
     "chained_apart",
+    "class_distances",
     "convolved",
     "cross_entropies",
     "drawn",
     "folded",
     "linear",
     "mapped",
+    "masked_mean",
     "normalised",
     "pooled",
     "serves",

@@ -233,26 +233,37 @@ def _supervision(plan: Plan, view: View, batch: Batch, seen: Seen) -> Tensor:
     if plan.compares:
         shared = seen.broadcast[PROTOTYPES]
         centres, known = shared["mean"], shared["known"]
-    parts = []
     main, mu = _lambda(plan, view, seen), plan.mu * view.loss().detach() if plan.adaptive else plan.mu
+    total = torch.zeros_like(seen.n)
     if plan.mu:
         z = pooled(view.z)
-        parts.append(main * mu * _distance(plan, z, batch, centres[:, -z.shape[1] :], known))
+        total = _times(main, _times(mu, _distance(plan, z, batch, centres[:, -z.shape[1] :], known)))
+    numbers = _active(plan, structure, seen)
     begin = [0, *np.cumsum([t.channels for t in taps]).tolist()]
-    for j in _active(plan, structure, seen):
-        here = len(parts)
+    tasks: list[Tensor] = []
+    for j in numbers:
         u = pooled(view.feature(taps[j - 1].name), taps[j - 1].axis)
         mine = centres[:, begin[j - 1] : begin[j]] if plan.blockwise else _adapter(view.leaves, j, centres, plan)
-        weight = 1 - main if plan.adaptive else plan.weight(structure, j)
+        parts = []
         if plan.aux_ce == "head":
-            parts.append(weight * _head_loss(view, u, j))
+            parts.append(_head_loss(view, u, j))
         elif plan.aux_ce == "prototype":
-            parts.append(weight * _nearest(u, batch, mine, known))
+            parts.append(_nearest(u, batch, mine, known))
         if plan.mu:
-            parts.append(weight * mu * _distance(plan, u, batch, mine, known))
-        if seen.key == EACH and len(parts) > here:
-            parts[here:] = [_own(torch.stack(parts[here:]).sum(), j, seen)]
-    return torch.stack(parts).sum() if parts else torch.zeros_like(seen.n)
+            parts.append(_times(mu, _distance(plan, u, batch, mine, known)))
+        tasks += [sum(parts[1:], parts[0])] if parts else []
+    if not tasks:
+        return total
+    weights = {plan.weight(structure, j) for j in numbers}
+    if len(weights) > 1:
+        tasks = [plan.weight(structure, j) * task for j, task in zip(numbers, tasks, strict=True)]
+    aside = _own(tasks, seen)
+    return total + (aside if len(weights) > 1 else _times(1 - main if plan.adaptive else weights.pop(), aside))
+
+
+def _times(weight: float | Tensor, value: Tensor) -> Tensor:
+    """A weight times a value: no operation where the weight is the number 1."""
+    return value if isinstance(weight, float) and weight == 1 else weight * value
 
 
 def _active(plan: Plan, structure: Structure, seen: Seen) -> Sequence[int]:
@@ -262,9 +273,13 @@ def _active(plan: Plan, structure: Structure, seen: Seen) -> Sequence[int]:
     return [seen.key] if isinstance(seen.key, int) else []
 
 
-def _own(value: Tensor, j: int, seen: Seen) -> Tensor:
-    """What belongs to block j; nothing for a client of a wave that supervises another."""
-    return torch.where(block_of(seen) == j, value, torch.zeros_like(value)) if seen.key == EACH else value
+def _own(tasks: Sequence[Tensor], seen: Seen) -> Tensor:
+    """The sum of the tasks that are computed; for a client of a wave that computes all blocks' its own block's alone."""
+    if seen.key != EACH:
+        return sum(tasks[1:], tasks[0])
+    values = torch.stack(list(tasks))
+    numbers = torch.arange(1, len(tasks) + 1, device=values.device)
+    return torch.where(block_of(seen) == numbers, values, torch.zeros_like(values)).sum()
 
 
 def _lambda(plan: Plan, view: View, seen: Seen) -> float | Tensor:
@@ -274,10 +289,10 @@ def _lambda(plan: Plan, view: View, seen: Seen) -> float | Tensor:
     asides = []
     for j in _active(plan, view.structure, seen):
         tap = plan.taps(view.structure)[j - 1]
-        asides.append(_own(_head_loss(view, pooled(view.feature(tap.name), tap.axis), j).detach(), j, seen))
+        asides.append(_head_loss(view, pooled(view.feature(tap.name), tap.axis), j).detach())
     if not asides:
         return 1.0
-    aside = torch.stack(asides).sum()
+    aside = _own(asides, seen)
     return aside / (view.loss().detach() + aside).clamp(min=1e-12)
 
 

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from fedloom import kernels
 from fedloom.errors import UserError
-from fedloom.numerics import tf32
 from fedloom.record import Method
 from fedloom.reducers import ratio
 from fedloom.slots import Prepare, Prepared, ServerStage, Stage, Sweep, TapChooser
@@ -37,17 +36,7 @@ def pull(z: Tensor, batch: Batch, centres: Tensor, known: Tensor) -> Tensor:
         centres: classes x D; constants.
         known: per class 1 where there is a prototype, else 0.
     """
-    y = batch.y.long()
-    return batch.mean(known[y] * ((z - _of_class(centres, y)) ** 2).mean(1))
-
-
-def _of_class(centres: Tensor, y: Tensor) -> Tensor:
-    """``centres[y]``; as a product where a cohort's centres are trained on CUDA, since the gradient of indexing sorts."""
-    if not kernels.serves(centres):
-        return centres[y]
-    chosen = y[:, None] == torch.arange(len(centres), device=y.device)
-    with tf32(products=False):
-        return chosen.to(centres.dtype) @ centres
+    return batch.mean(kernels.class_distances(z, batch.y.long(), centres, known))
 
 
 def class_sweep(
