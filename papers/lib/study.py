@@ -25,6 +25,8 @@ from fedloom.engines.vectorised import VectorisedEngine
 from fedloom.theory import escape_round
 
 Case = dict[str, Any]
+WAVE = 20
+"""Most clients side by side on a GPU; cohorts of these experiments have 10 or 20."""
 
 
 def arguments(doc: str | None, out: Path, **defaults: Any) -> argparse.ArgumentParser:
@@ -126,8 +128,11 @@ def conduct(
 
 
 def engine(options: argparse.Namespace) -> VectorisedEngine | str:
-    """The engine of a run: what the rule takes, but on a GPU without its trial of a dozen rows, which takes as long as many rounds."""
-    return VectorisedEngine() if options.device == "cuda" else "auto"
+    """The engine of a run: what the rule takes, but on a GPU without its trial of a dozen rows, which takes as long as many rounds.
+
+    Waves are short, so that a test of all clients leaves memory to the other processes that share the GPU.
+    """
+    return VectorisedEngine(wave=WAVE) if options.device == "cuda" else "auto"
 
 
 def machine() -> dict[str, str]:
