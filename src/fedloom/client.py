@@ -64,6 +64,14 @@ class Layout(Protocol):
         """Per client the kept values of its real rows."""
 
 
+def sweep_size(work: Work, step: Sweep | Judge, rows: Rows) -> int | str:
+    """Rows of a batch of a sweep over some rows."""
+    asked = step.batch_size if isinstance(step, Sweep) else None
+    if asked is None:
+        return sweep_rows(sum(t.shape[1:].numel() for t in pytree.tree_leaves(rows.x)))
+    return work.batch_size if asked == "run" else asked
+
+
 class Adder:
     """Adds up a statistic of the clients' rows, batch by batch.
 
@@ -257,8 +265,7 @@ class Desk:
                 seen,
             )
 
-        asked = self.work.batch_size if step.batch_size == "run" else step.batch_size
-        sums = self._accumulate(step, fn, "train", asked)
+        sums = self._accumulate(step, fn, "train")
         if step.finish is not None:
             finish = step.finish
             sums = self.layout.call(lambda s, private: finish(s, self.see(private)), sums, self.private)
@@ -351,12 +358,8 @@ class Desk:
     # Details.
 
     @torch.no_grad()
-    def _accumulate(
-        self, step: Sweep | Judge, fn: Callable[..., Leaves], rows: str, asked: int | str | None = None
-    ) -> Leaves:
-        whose: Rows = getattr(self.participants[0].site, rows)
-        cells = sum(t[:1].numel() for t in pytree.tree_leaves(whose.x))
-        size = sweep_rows(cells) if asked is None else asked
+    def _accumulate(self, step: Sweep | Judge, fn: Callable[..., Leaves], rows: str) -> Leaves:
+        size = sweep_size(self.work, step, getattr(self.participants[0].site, rows))
         adder = self.layout.adder(self, step, fn)
         for batch in self.layout.sweep(self, rows, size):
             adder.add(batch.packed())

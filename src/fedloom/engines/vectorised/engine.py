@@ -11,7 +11,7 @@ from torch import Tensor
 from fedloom.bound import Bound
 from fedloom.client import Desk
 from fedloom.engines.vectorised import waves
-from fedloom.engines.vectorised.feed import Pools
+from fedloom.engines.vectorised.feed import SWEEP_GRAIN, Pools
 from fedloom.engines.vectorised.graphed import Arenas
 from fedloom.engines.vectorised.layout import Stacked
 from fedloom.engines.vectorised.sweeping import Grounds
@@ -67,7 +67,7 @@ class VectorisedEngine:
         asked = people()
         self.pools.plans.foresee(bound, work, round, asked)
         if asked and not self.unpadded:
-            self.pools.foresee(bound, work, round, self._waves(bound, work, asked, there.device)[0])
+            self.pools.foresee(bound, work, round, self._waves(bound, work, asked, there.device)[0], SWEEP_GRAIN)
 
     def _waves(
         self, bound: Bound, work: Work, people: Sequence[Participant], device: torch.device

@@ -18,8 +18,10 @@ from torch.utils import _pytree as pytree
 from fedloom import batches
 from fedloom.batches import SWEEP_BATCH
 from fedloom.bound import Bound, BoundPhase
+from fedloom.client import sweep_size
 from fedloom.data import Rows
 from fedloom.engines.vectorised.plans import Plans
+from fedloom.slots import Sweep
 from fedloom.transfer import onto
 from fedloom.types import Batch, Inputs
 from fedloom.work import Participant, Work
@@ -85,15 +87,30 @@ class Pools:
         self._kept: OrderedDict[tuple[int, ...], Pool] = OrderedDict()
         self._held = 0
         self._ahead: tuple[Hashable, Sequence[Participant], Feed] | None = None
+        self._swept: tuple[Hashable, Pool, list[tuple[Tensor, Tensor | None]]] | None = None
 
-    def foresee(self, bound: Bound, work: Work, round: int, wave: Sequence[Participant]) -> None:
-        """Lays out the first phase of a round to come, which was planned, for its first wave; later ones have time."""
-        self._ahead = None
+    def foresee(self, bound: Bound, work: Work, round: int, wave: Sequence[Participant], grain: int) -> None:
+        """Lays out the first phase and the first sweep of a round to come, which was planned, for its first wave."""
+        self._ahead = self._swept = None
         phases = bound.method.phases("round")
         if not phases or sum(map(_nbytes, (p.site.train for p in wave))) > KEPT_BYTES // 4:
             return
         phase = bound.phases[phases[0].name]
         self._ahead = (_name(bound, work, round, phase, wave), wave, self.feed(bound, work, round, phase, wave))
+        sweep = next((step for step in bound.method.schedule.round if isinstance(step, Sweep)), None)
+        if sweep is not None:
+            size, dtype = sweep_size(work, sweep, wave[0].site.train), bound.structure.dtype
+            pool = self.of([p.site.train for p in wave])
+            self._swept = ((id(pool), dtype, size, grain), pool, lay_out(pool, dtype, size, grain))
+
+    def sweep(self, parts: Sequence[Rows], dtype: torch.dtype, size: int | str, grain: int) -> Iterator[Batch]:
+        """All rows of every client in order, laid out unless they were foreseen."""
+        pool, ahead = self.of(parts), self._swept
+        if ahead is not None and ahead[0] == (id(pool), dtype, size, grain):
+            self._swept, laid = None, ahead[2]
+        else:
+            laid = lay_out(pool, dtype, size, grain)
+        return (pool.take(places, mask) for places, mask in laid)
 
     def feed(
         self,
@@ -137,7 +154,7 @@ class Pools:
 
     def clear(self) -> None:
         """Forgets all pools."""
-        self._ahead = None
+        self._ahead = self._swept = None
         self._kept.clear()
         self._held = 0
 
@@ -298,8 +315,8 @@ def sweep_widths(
     return found
 
 
-def sweep(pool: Pool, dtype: torch.dtype, size: int | str = SWEEP_BATCH, grain: int = 1) -> Iterator[Batch]:
-    """All rows of every client in order; a client that has run out holds padding only."""
+def lay_out(pool: Pool, dtype: torch.dtype, size: int | str, grain: int) -> list[tuple[Tensor, Tensor | None]]:
+    """Per batch of a sweep the places of its rows and its mask; a client that has run out holds padding only."""
     bounds = [batches.in_order(len(p), size) for p in pool.parts]
     widths = sweep_widths(bounds, size, grain)
     full = max((width for width, _ in widths), default=0)
@@ -312,6 +329,7 @@ def sweep(pool: Pool, dtype: torch.dtype, size: int | str = SWEEP_BATCH, grain: 
     # The whole sweep goes to the device at once: a copy for every batch takes longer than its rows.
     places = onto(torch.from_numpy(index), pool.y.device)
     masks = onto(torch.from_numpy(inside), pool.y.device).to(dtype) if any(padded for _, padded in widths) else None
-    for step, (width, padded) in enumerate(widths):
-        mask = masks[step, :, :width] if padded and masks is not None else None
-        yield pool.take(places[step, :, :width], mask)
+    return [
+        (places[step, :, :width], masks[step, :, :width] if padded and masks is not None else None)
+        for step, (width, padded) in enumerate(widths)
+    ]

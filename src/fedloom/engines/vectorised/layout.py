@@ -88,8 +88,8 @@ class Stacked:
 
     def sweep(self, desk: Desk, rows: str, size: int | str = SWEEP_BATCH) -> Iterator[Batch]:
         """All rows in order; a client that has run out holds padding only."""
-        pool = self.pools.of([rows_of(p, rows) for p in desk.participants])
-        return feed.sweep(pool, desk.bound.structure.dtype, size, self.grain)
+        parts = [rows_of(p, rows) for p in desk.participants]
+        return self.pools.sweep(parts, desk.bound.structure.dtype, size, self.grain)
 
     def adder(self, desk: Desk, step: Sweep | Judge, fn: Callable[..., Leaves]) -> Adder:
         """Batches of the whole wave."""
