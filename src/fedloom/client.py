@@ -327,13 +327,17 @@ class Desk:
             own = iter(tree.copies([v for each in views.values() for v in each])) if several else None
             return views if own is None else {k: list(islice(own, len(people))) for k in views}
 
-        kept = apart({n: v for n, v in self.leaves.items() if self.bound.specs[n].kept})
+        mine = {n: v for n, v in self.leaves.items() if self.bound.specs[n].kept}
+        kept = apart(mine)
         memory = {o: apart(m) for o, m in self.private["memory"].items()}
         message = {e: {k: split(v) for k, v in m.items()} for e, m in self.message.items()}
         steps = {p: self.counted[p] or transfer.read(split(v)) for p, v in self.private["steps"].items()}
         unread = split(torch.stack(self.losses).nanmean(0)) if self.losses else None
         losses = transfer.read(unread) if read and unread is not None else None
         judged = {n: ({k: split(v) for k, v in sums.items()}, rows) for n, (sums, rows) in self.judged.items()}
+        sent = [v for m in self.message.values() for v in m.values()]
+        largest = tree.largest([*sent, *mine.values()]) if several and sent and not read else None
+        sizes = None if largest is None else split(largest)
         return [
             Reply(
                 id=p.site.id,
@@ -351,6 +355,7 @@ class Desk:
                     for n, (sums, rows) in judged.items()
                 },
                 unread=None if read or unread is None else unread[i],
+                size=None if sizes is None else sizes[i],
             )
             for i, p in enumerate(people)
         ]

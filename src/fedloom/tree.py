@@ -143,6 +143,23 @@ def finite(trees: Sequence[Leaves], others: Sequence[Tensor] = ()) -> tuple[list
     return asked.answer(others)
 
 
+def largest(values: Iterable[Tensor]) -> Tensor | None:
+    """Per client the largest size of an element of stacked tensors; None where there is no floating one.
+
+    It is infinite or NaN exactly if some element is.
+    """
+    kinds: dict[torch.dtype, list[Tensor]] = {}
+    for value in values:
+        if value.is_floating_point() and value.numel():
+            axes = tuple(range(1, value.dim()))
+            size = torch.linalg.vector_norm(value, math.inf, dim=axes) if axes else value.abs()
+            kinds.setdefault(value.dtype, []).append(size)
+    found = [torch.stack(sizes).amax(0) for sizes in kinds.values()]
+    if len(found) < 2:
+        return found[0] if found else None
+    return torch.stack([sizes.double() for sizes in found]).amax(0)
+
+
 class Finite:
     """Whether trees hold no NaN and no infinity: asked at once, answered when the host has nothing else to do."""
 
@@ -168,6 +185,11 @@ class Finite:
         for at in kinds.values():
             for i, size in zip(at, torch._foreach_norm([values[i] for i in at], math.inf), strict=True):
                 sizes[i] = size
+        self._question.ask(sizes)
+
+    def ask_sizes(self, sizes: Sequence[Tensor]) -> None:
+        """Asks of some more trees of which the largest size of an element was found already."""
+        self._counts += [1] * len(sizes)
         self._question.ask(sizes)
 
     def answer(self, others: Sequence[Tensor] = ()) -> tuple[list[bool], list[float]]:

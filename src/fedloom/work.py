@@ -116,6 +116,7 @@ class Reply:
         judged: statistics (sums, kept rows) by name of the :class:`Judge`.
         fault: why there is nothing to use, where an engine's clients can fail to answer.
         unread: the loss while it is still on the device: the server reads it together with its checks.
+        size: the largest size of an element of what the reply brings, still on the device, where an engine has found it.
     """
 
     id: str
@@ -126,3 +127,4 @@ class Reply:
     judged: dict[str, tuple[Leaves, Leaves]]
     fault: str | None = None
     unread: Tensor | None = None
+    size: Tensor | None = None

@@ -54,3 +54,17 @@ def test_uploaded_weights_are_read_at_once(monkeypatch: pytest.MonkeyPatch) -> N
     messages = [{"q": {"weight": torch.full(s, float(i))}} for i, s in enumerate(shapes, 1)]
     assert mean("q").weights(messages, [1, 1, 1]) == [1 / 6, 2 / 6, 3 / 6]
     assert asked == ["tolist"]
+
+
+def test_the_largest_sizes_of_clients_tell_who_is_not_finite() -> None:
+    """As looking at each client's tensors does, whatever their types and shapes."""
+    values = [torch.randn(4, 3, 2), torch.randn(4, 5, dtype=torch.float64), torch.randn(4), torch.randn(2, 4).T]
+    values[0][1, 2, 1], values[1][2, 0], values[3][0, 1] = torch.nan, -torch.inf, torch.inf
+    found = tree.largest([*values, torch.ones(4, 2, dtype=torch.int64), torch.zeros(4, 0)])
+    assert found is not None
+    each = [dict(enumerate(parts)) for parts in zip(*(v.unbind() for v in values), strict=True)]
+    asked = tree.Finite()
+    asked.ask_sizes(found.unbind())
+    assert asked.answer()[0] == tree.finite(each)[0] == [False, False, False, True]
+    assert float(found[3]) == max(float(v[3].abs().max()) for v in values)
+    assert tree.largest([torch.ones(4, 2, dtype=torch.int64)]) is None
