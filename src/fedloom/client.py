@@ -54,8 +54,8 @@ class Layout(Protocol):
     def batches(self, desk: Desk, phase: BoundPhase) -> Iterator[tuple[Batch, Tensor | None]]:
         """The batches of a phase, and which clients take part in each (None: all)."""
 
-    def sweep(self, desk: Desk, rows: str, size: int | str = SWEEP_BATCH) -> Iterator[Batch]:
-        """All rows in order."""
+    def sweep(self, desk: Desk, rows: str, size: int | str = SWEEP_BATCH, *, narrow: bool = False) -> Iterator[Batch]:
+        """All rows in order; with ``narrow`` batches after the first may leave out the last clients, where their rows are over."""
 
     def adder(self, desk: Desk, step: Sweep | Judge, fn: Callable[..., Leaves]) -> Adder:
         """What adds up a statistic of these rows."""
@@ -366,7 +366,7 @@ class Desk:
     def _accumulate(self, step: Sweep | Judge, fn: Callable[..., Leaves], rows: str) -> Leaves:
         size = sweep_size(self.work, step, getattr(self.participants[0].site, rows))
         adder = self.layout.adder(self, step, fn)
-        for batch in self.layout.sweep(self, rows, size):
+        for batch in self.layout.sweep(self, rows, size, narrow=True):
             adder.add(batch.packed())
         return adder.total()
 

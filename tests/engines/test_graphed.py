@@ -9,7 +9,7 @@ import torch
 
 import fedloom as fl
 from fedloom import server
-from fedloom.engines.vectorised import VectorisedEngine
+from fedloom.engines.vectorised import VectorisedEngine, graphed
 from fedloom.engines.vectorised.graphed import GraphedStepper
 from tests.helpers import bn_mlp, dropout_mlp, everything, federation, fit, gap
 
@@ -135,3 +135,13 @@ def test_parity_on_cuda(method: str) -> None:
     options = {"cohort": 4, "epochs": 1, "batch_size": 64, "device": "cuda"}
     a, b = (fit(method, bn_mlp(), DATA, engine=e, **options) for e in ("loop", VectorisedEngine(step="graphed")))
     assert gap(everything(a), everything(b)) < 1e-9
+
+
+def test_garbage_is_collected_only_after_graphs_were_dropped() -> None:
+    arenas = graphed.Arenas()
+    for i in range(graphed.KEPT_ARENAS):
+        arenas.keep(i, Any)
+    assert not arenas.dropped
+    arenas.keep(-1, Any)
+    assert arenas.dropped
+    assert len(arenas.known) == graphed.KEPT_ARENAS

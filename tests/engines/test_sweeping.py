@@ -13,7 +13,7 @@ import fedloom as fl
 from fedloom.batches import in_order
 from fedloom.client import Adder, Desk
 from fedloom.engines.vectorised import VectorisedEngine, sweeping
-from fedloom.engines.vectorised.feed import sweep_widths
+from fedloom.engines.vectorised.feed import sweep_shapes
 from fedloom.engines.vectorised.graphed import Arenas
 from fedloom.engines.vectorised.sweeping import CapturedAdder
 from fedloom.slots import Sweep
@@ -224,8 +224,9 @@ def _share(output: torch.Tensor, y: torch.Tensor) -> dict[str, float | None]:
 
 def test_widths() -> None:
     def widths(*sizes: int, size: int | str = 128, grain: int = 32) -> list[tuple[int, bool]]:
-        bounds = [in_order(n, size) for n in sizes]
-        return sweep_widths(bounds, size, grain)
+        found = sweep_shapes([in_order(n, size) for n in sizes], size, grain)
+        assert all(clients == len(sizes) for clients, _, _ in found)
+        return [(width, padded) for _, width, padded in found]
 
     assert widths(130, 130) == [(128, False), (2, False)]
     assert widths(170, 20) == [(128, True), (64, True)]
@@ -233,6 +234,31 @@ def test_widths() -> None:
     assert widths(20, 9, size=16) == [(16, True), (16, True)]
     assert widths(300, 9, size="full") == [(300, True)]
     assert widths(170, 20, grain=1) == [(128, True), (42, True)]
+
+
+def test_clients_whose_rows_are_over_are_left_out() -> None:
+    def clients(*sizes: int) -> list[int]:
+        return [found[0] for found in sweep_shapes([in_order(n, 10) for n in sizes], 10, narrow=True)]
+
+    assert clients(40, 30, 20, 10, 5) == [5, 3, 2, 1]
+    assert clients(40, 5, 5, 5, 30) == [5, 5, 5, 1], "nobody in front of one who has rows is left out"
+    assert clients(5, 40) == [2, 2, 2, 2]
+    assert clients(40) == [1] * 4
+
+
+def test_sweeps_of_unequal_clients_touch_few_rows_that_are_padding(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = (2000, 900, 400, 300, 200, 100, 60, 40, 30, 20)
+    touched = []
+    plain = sweeping.WaveAdder.add
+
+    def add(self: Any, packed: dict[str, Any]) -> None:
+        if isinstance(self.step, Sweep):
+            touched.append(packed["y"].numel())
+        plain(self, packed)
+
+    monkeypatch.setattr(sweeping.WaveAdder, "add", add)
+    fit("fedmap", bn_mlp(), federation(sizes), engine=VectorisedEngine(), rounds=1, epochs=1)
+    assert sum(sizes) <= sum(touched) < 1.8 * sum(sizes), "all clients in all batches: five times as many"
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")

@@ -60,7 +60,7 @@ class Single:
             assert made is not None
             yield made, None
 
-    def sweep(self, desk: Desk, rows: str, size: int | str = SWEEP_BATCH) -> Iterator[Batch]:
+    def sweep(self, desk: Desk, rows: str, size: int | str = SWEEP_BATCH, *, narrow: bool = False) -> Iterator[Batch]:
         """All rows in order."""
         part = rows_of(desk.participants[0], rows)
         for low, high in batches.in_order(len(part), size):

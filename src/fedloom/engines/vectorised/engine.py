@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -109,6 +110,7 @@ class VectorisedEngine:
         self.pools.clear()
         self.arenas.known.clear()
         self.grounds.known.clear()
+        gc.collect()  # graphs and what they were made by refer to each other
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         halves = (wave[:half], wave[half:])

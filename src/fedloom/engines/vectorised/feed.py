@@ -101,15 +101,17 @@ class Pools:
         if sweep is not None:
             size, dtype = sweep_size(work, sweep, wave[0].site.train), bound.structure.dtype
             pool = self.of([p.site.train for p in wave])
-            self._swept = ((id(pool), dtype, size, grain), pool, lay_out(pool, dtype, size, grain))
+            self._swept = ((id(pool), dtype, size, grain), pool, lay_out(pool, dtype, size, grain, narrow=True))
 
-    def sweep(self, parts: Sequence[Rows], dtype: torch.dtype, size: int | str, grain: int) -> Iterator[Batch]:
+    def sweep(
+        self, parts: Sequence[Rows], dtype: torch.dtype, size: int | str, grain: int, *, narrow: bool = False
+    ) -> Iterator[Batch]:
         """All rows of every client in order, laid out unless they were foreseen."""
         pool, ahead = self.of(parts), self._swept
-        if ahead is not None and ahead[0] == (id(pool), dtype, size, grain):
+        if narrow and ahead is not None and ahead[0] == (id(pool), dtype, size, grain):
             self._swept, laid = None, ahead[2]
         else:
-            laid = lay_out(pool, dtype, size, grain)
+            laid = lay_out(pool, dtype, size, grain, narrow=narrow)
         return (pool.take(places, mask) for places, mask in laid)
 
     def feed(
@@ -292,35 +294,43 @@ class Feed:
         return made
 
 
-def sweep_widths(
-    bounds: Sequence[Sequence[tuple[int, int]]], size: int | str = SWEEP_BATCH, grain: int = 1
-) -> list[tuple[int, bool]]:
-    """Rows of each batch of a sweep of several clients, and whether some of them are padding.
+def sweep_shapes(
+    bounds: Sequence[Sequence[tuple[int, int]]], size: int | str = SWEEP_BATCH, grain: int = 1, *, narrow: bool = False
+) -> list[tuple[int, int, bool]]:
+    """Clients of each batch of a sweep, the first ones, the rows of each, and whether some of them are padding.
 
     Args:
         bounds: per client the bounds of its batches.
         size: rows of a full batch.
         grain: rows to a multiple of which a padded batch is widened, up to a full one.
+        narrow: clients at the end whose rows are over are left out, half of those that are there at a time, so that few shapes
+            occur; the first batch has all.
 
     Example:
-        >>> sweep_widths([[(0, 128), (128, 170)], [(0, 128), (128, 160)]], grain=32)
-        [(128, False), (64, True)]
+        >>> sweep_shapes([[(0, 128), (128, 170)], [(0, 128), (128, 160)]], grain=32)
+        [(2, 128, False), (2, 64, True)]
+        >>> sweep_shapes([[(0, 128), (128, 170)], [(0, 90)]], narrow=True)
+        [(2, 128, True), (1, 42, False)]
     """
     most = SWEEP_BATCH if size == "full" else min(int(size), SWEEP_BATCH)
     found = []
     for step in range(max(len(b) for b in bounds)):
         lengths = [b[step][1] - b[step][0] if step < len(b) else 0 for b in bounds]
+        while narrow and step and len(lengths) > 1 and not any(lengths[(half := -(-len(lengths) // 2)) :]):
+            lengths = lengths[:half]
         width, padded = max(lengths), min(lengths) < max(lengths)
-        found.append((max(width, min(-(-width // grain) * grain, most)) if padded else width, padded))
+        found.append((len(lengths), max(width, min(-(-width // grain) * grain, most)) if padded else width, padded))
     return found
 
 
-def lay_out(pool: Pool, dtype: torch.dtype, size: int | str, grain: int) -> list[tuple[Tensor, Tensor | None]]:
-    """Per batch of a sweep the places of its rows and its mask; a client that has run out holds padding only."""
+def lay_out(
+    pool: Pool, dtype: torch.dtype, size: int | str, grain: int, *, narrow: bool = False
+) -> list[tuple[Tensor, Tensor | None]]:
+    """Per batch of a sweep the places of its rows and its mask, as :func:`sweep_shapes` has them."""
     bounds = [batches.in_order(len(p), size) for p in pool.parts]
-    widths = sweep_widths(bounds, size, grain)
-    full = max((width for width, _ in widths), default=0)
-    ends = np.zeros((len(widths), len(bounds), 2), np.int64)
+    shapes = sweep_shapes(bounds, size, grain, narrow=narrow)
+    full = max((width for _, width, _ in shapes), default=0)
+    ends = np.zeros((len(shapes), len(bounds), 2), np.int64)
     for i, own in enumerate(bounds):
         ends[: len(own), i] = np.reshape(own, (-1, 2))
     rows = ends[..., :1] + np.arange(full)
@@ -328,8 +338,8 @@ def lay_out(pool: Pool, dtype: torch.dtype, size: int | str, grain: int) -> list
     index = np.where(inside, rows + np.array(pool.offsets)[:, None], pool.zero)
     # The whole sweep goes to the device at once: a copy for every batch takes longer than its rows.
     places = onto(torch.from_numpy(index), pool.y.device)
-    masks = onto(torch.from_numpy(inside), pool.y.device).to(dtype) if any(padded for _, padded in widths) else None
+    masks = onto(torch.from_numpy(inside), pool.y.device).to(dtype) if any(padded for _, _, padded in shapes) else None
     return [
-        (places[step, :, :width], masks[step, :, :width] if padded and masks is not None else None)
-        for step, (width, padded) in enumerate(widths)
+        (places[step, :clients, :width], masks[step, :clients, :width] if padded and masks is not None else None)
+        for step, (clients, width, padded) in enumerate(shapes)
     ]

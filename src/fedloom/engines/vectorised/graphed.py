@@ -36,10 +36,15 @@ KEPT_ARENAS = 8
 
 
 class Arenas:
-    """The arenas of a run, the last used ones."""
+    """The arenas of a run, the last used ones.
+
+    Attributes:
+        dropped: whether graphs were given up since garbage was collected last; they hold memory until then.
+    """
 
     def __init__(self) -> None:
         self.known: OrderedDict[Hashable, Arena] = OrderedDict()
+        self.dropped = False
         self.used: dict[Hashable, Known] = {}
         self.refused: set[Hashable] = set()
         self.notes: list[str] = []
@@ -52,6 +57,7 @@ class Arenas:
         self.known.move_to_end(key)
         while len(self.known) > KEPT_ARENAS:
             self.known.popitem(last=False)
+            self.dropped = True
 
     def capture(self, body: Replay, *, cuda: bool) -> Replay:
         """A function that repeats what ``body`` does with the same tensors."""
@@ -61,7 +67,9 @@ class Arenas:
             self.pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         collecting = gc.isenabled()
-        gc.collect()
+        if self.dropped:  # not always: it takes longer than the capture
+            gc.collect()
+            self.dropped = False
         gc.disable()  # an old graph that is collected while another is captured spoils it
         try:
             with torch.cuda.graph(graph, pool=self.pool):

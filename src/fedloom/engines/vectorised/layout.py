@@ -19,7 +19,7 @@ from fedloom.engines.vectorised import feed
 from fedloom.engines.vectorised.compiled import CompiledStepper, eligible
 from fedloom.engines.vectorised.graphed import Arenas, GraphedStepper
 from fedloom.engines.vectorised.stepper import MappedStepper
-from fedloom.engines.vectorised.sweeping import CapturedAdder, Grounds
+from fedloom.engines.vectorised.sweeping import CapturedAdder, Grounds, WaveAdder
 from fedloom.engines.vectorised.traced import Traces
 from fedloom.slots import Judge, Sweep
 from fedloom.types import Batch, Leaves
@@ -86,22 +86,22 @@ class Stacked:
         """Not used: the stepper lays the steps of a wave out itself."""
         raise AssertionError("a wave is fed by its stepper")
 
-    def sweep(self, desk: Desk, rows: str, size: int | str = SWEEP_BATCH) -> Iterator[Batch]:
-        """All rows in order; a client that has run out holds padding only."""
+    def sweep(self, desk: Desk, rows: str, size: int | str = SWEEP_BATCH, *, narrow: bool = False) -> Iterator[Batch]:
+        """All rows in order; a client that has run out holds padding only, or is left out."""
         parts = [rows_of(p, rows) for p in desk.participants]
-        return self.pools.sweep(parts, desk.bound.structure.dtype, size, self.grain)
+        return self.pools.sweep(parts, desk.bound.structure.dtype, size, self.grain, narrow=narrow)
 
     def adder(self, desk: Desk, step: Sweep | Judge, fn: Callable[..., Leaves]) -> Adder:
         """Batches of the whole wave."""
         if self.arenas is not None and self.grounds is not None:
             return CapturedAdder(desk, step, fn, self.arenas, self.grounds)
-        return Adder(desk, step, fn)
+        return WaveAdder(desk, step, fn)
 
     def trim(self, desk: Desk, rows: str, kept: Tensor) -> Sequence[Tensor]:
         """Per client the values of its real rows."""
         parts = [rows_of(p, rows) for p in desk.participants]
         bounds = [batches.in_order(len(p)) for p in parts]
-        widths = [width for width, _ in feed.sweep_widths(bounds, grain=self.grain)]
+        widths = [width for _, width, _ in feed.sweep_shapes(bounds, grain=self.grain)]
         offsets = np.concatenate([[0], np.cumsum(widths)])
         found = []
         for i, own in enumerate(bounds):

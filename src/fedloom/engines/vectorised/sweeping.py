@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from fedloom.types import Leaves
 
 WORTH_OF_SWEEPS, WORTH_OF_JUDGEMENTS = 2, 3
 """The one of a run, counted by shape, that is captured."""
-KEPT_GRAPHS = 16
+KEPT_GRAPHS = 32
 """How many graphs of sweeps are kept, the last used ones."""
 
 
@@ -108,18 +108,40 @@ class Grounds:
         self.known: OrderedDict[Hashable, Ground] = OrderedDict()
         self.times: dict[Hashable, Counter[Hashable]] = {}
 
-    def keep(self, key: Hashable, ground: Ground) -> None:
-        """Keeps a ground, and drops graphs unused for longest."""
+    def keep(self, key: Hashable, ground: Ground) -> bool:
+        """Keeps a ground, drops graphs unused for longest, and says whether it did."""
+        dropped = self.known.get(key, ground) is not ground
         self.known[key] = ground
         self.known.move_to_end(key)
         while sum(len(g.graphs) for g in self.known.values()) > KEPT_GRAPHS:
             oldest, first = next(iter(self.known.items()))
             first.graphs.popitem(last=False)
+            dropped = True
             if not first.graphs:
                 del self.known[oldest]
+        return dropped
 
 
-class CapturedAdder(Adder):
+def _front(values: Any, count: int) -> Any:
+    """The first so many clients' part."""
+    return pytree.tree_map(lambda t: t[:count], values)
+
+
+class WaveAdder(Adder):
+    """Adds up a statistic for a wave of clients, of which batches may hold the first ones only."""
+
+    def add(self, packed: dict[str, Any]) -> None:
+        """Adds the statistic of a batch; the sums of the clients that it leaves out stay."""
+        desk, count = self.desk, len(packed["y"])
+        if count == len(desk.participants):
+            super().add(packed)
+            return
+        assert self.sums is not None, "the first batch leaves nobody out"
+        part = desk.layout.call(partial(self.fn, desk.see), *_front((self.leaves, desk.private), count), packed)
+        self.sums = {k: torch.cat([v[:count] + part[k], v[count:]]) for k, v in self.sums.items()}
+
+
+class CapturedAdder(WaveAdder):
     """Adds up a statistic for a wave of clients, each batch the replay of a captured graph."""
 
     def __init__(
@@ -226,13 +248,13 @@ class CapturedAdder(Adder):
         inputs = pytree.tree_map(lambda t: t.clone(), packed)
         touched: set[str] = set()
         see, call, sums = watched(desk, ground.common, touched), desk.layout.call, ground.sums
-        leaves, private = ground.leaves, ground.private
+        leaves, private, fronts = _front((ground.leaves, ground.private, sums), len(packed["y"]))
         types: list[torch.dtype] = []
 
         def body() -> None:
             part = call(lambda *args: fn(see, *args), leaves, private, inputs)
             types[:] = [part[k].dtype for k in sums]
-            torch._foreach_add_(list(sums.values()), [part[k] for k in sums])
+            torch._foreach_add_(list(fronts.values()), [part[k] for k in sums])
 
         kind = "sweep" if isinstance(self.step, Sweep) else "judgement"
         replay = self.arenas.record(body, list(sums.values()), touched, f"{kind} {self.step.name!r}")
@@ -241,4 +263,4 @@ class CapturedAdder(Adder):
             self.off = True
             return
         ground.graphs[shape] = replay, list(tree.spread(inputs).values()), tuple(types)
-        self.grounds.keep(self.key, ground)
+        self.arenas.dropped |= self.grounds.keep(self.key, ground)
