@@ -5,7 +5,7 @@ from fedloom.kernels.counters import drawn, folded
 from fedloom.kernels.crossentropies import cross_entropies
 from fedloom.kernels.entropy import summarised
 from fedloom.kernels.fusions import acted, acted_apart, chained, chained_apart
-from fedloom.kernels.products import linear, squared_length
+from fedloom.kernels.products import half_squares, inner_products, linear, squared_length
 from fedloom.kernels.rows import class_distances, masked_mean
 
 __all__ = [
@@ -18,6 +18,8 @@ __all__ = [
     "cross_entropies",
     "drawn",
     "folded",
+    "half_squares",
+    "inner_products",
     "linear",
     "mapped",
     "masked_mean",

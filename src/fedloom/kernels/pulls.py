@@ -2,7 +2,7 @@
 
     <a - b, x>, 1/2 ||a - b||^2      their gradients with respect to x and to a: (a - b) dy
 
-The difference is never stored. Sums are made in pieces, joined in a fixed order. Called on machines with CUDA only.
+The difference is never stored. Sums are made in pieces, joined in a fixed order. Imported on machines with CUDA only.
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc,type-arg,import-untyped,import-not-found"
@@ -14,41 +14,37 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
-
-from fedloom.kernels.cohort import _installed
 
 BLOCK = 4096
 """Values of one client that a program takes."""
 
-if _installed():
-    import triton
-    import triton.language as tl
 
-    @triton.jit
-    def _pull(
-        a, b, x, parts, size, first, pieces, by_a, by_b, by_x, AT: tl.constexpr, WIDE: tl.constexpr, B: tl.constexpr
-    ):
-        part, client = tl.program_id(0), tl.program_id(1).to(tl.int64)
-        spot = part * B + tl.arange(0, B)
-        inside = spot < size
-        gap = tl.load(a + client * by_a + spot, mask=inside, other=0.0).to(WIDE)
-        gap -= tl.load(b + client * by_b + spot, mask=inside, other=0.0).to(WIDE)
-        if AT:
-            value = gap * tl.load(x + client * by_x + spot, mask=inside, other=0.0).to(WIDE)
-        else:
-            value = gap * gap * 0.5
-        tl.store(parts + client * pieces + first + part, tl.sum(value, 0))
+@triton.jit
+def _pull(a, b, x, parts, size, first, pieces, by_a, by_b, by_x, AT: tl.constexpr, WIDE: tl.constexpr, B: tl.constexpr):
+    part, client = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    spot = part * B + tl.arange(0, B)
+    inside = spot < size
+    gap = tl.load(a + client * by_a + spot, mask=inside, other=0.0).to(WIDE)
+    gap -= tl.load(b + client * by_b + spot, mask=inside, other=0.0).to(WIDE)
+    if AT:
+        value = gap * tl.load(x + client * by_x + spot, mask=inside, other=0.0).to(WIDE)
+    else:
+        value = gap * gap * 0.5
+    tl.store(parts + client * pieces + first + part, tl.sum(value, 0))
 
-    @triton.jit
-    def _pull_back(a, b, dy, made, size, by_a, by_b, by_dy, WIDE: tl.constexpr, B: tl.constexpr):
-        part, client = tl.program_id(0), tl.program_id(1).to(tl.int64)
-        spot = part * B + tl.arange(0, B)
-        inside = spot < size
-        gap = tl.load(a + client * by_a + spot, mask=inside, other=0.0).to(WIDE)
-        gap -= tl.load(b + client * by_b + spot, mask=inside, other=0.0).to(WIDE)
-        slope = tl.load(dy + client * by_dy).to(WIDE)
-        tl.store(made + client * size + spot, gap * slope, mask=inside)
+
+@triton.jit
+def _pull_back(a, b, dy, made, size, by_a, by_b, by_dy, WIDE: tl.constexpr, B: tl.constexpr):
+    part, client = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    spot = part * B + tl.arange(0, B)
+    inside = spot < size
+    gap = tl.load(a + client * by_a + spot, mask=inside, other=0.0).to(WIDE)
+    gap -= tl.load(b + client * by_b + spot, mask=inside, other=0.0).to(WIDE)
+    slope = tl.load(dy + client * by_dy).to(WIDE)
+    tl.store(made + client * size + spot, gap * slope, mask=inside)
 
 
 def pulled(a: Sequence[Tensor], b: Sequence[Tensor], x: Sequence[Tensor] | None, dtype: torch.dtype) -> Tensor:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from fedloom.kernels.products import half_squares, inner_products, squared_length
+from fedloom import kernels
 from fedloom.slots import Term
 from fedloom.types import Batch, Leaves, Seen
 from fedloom.view import View
@@ -30,12 +30,15 @@ def quadratic(
     It is computed in ``dtype``; None for that of the leaves.
     """
     gated = seen is not None and any(n in seen.gate for n in names)
-    if not gated and (value := half_squares([leaves[n] for n in names], [anchor[n] for n in names], dtype)) is not None:
+    if (
+        not gated
+        and (value := kernels.half_squares([leaves[n] for n in names], [anchor[n] for n in names], dtype)) is not None
+    ):
         return value
     parts = []
     for name in names:
         gap = leaves[name].to(dtype) - anchor[name].to(dtype) if dtype is not None else leaves[name] - anchor[name]
-        parts.append(squared_length(gap if seen is None else seen.gated(name, gap)))
+        parts.append(kernels.squared_length(gap if seen is None else seen.gated(name, gap)))
     return 0.5 * torch.stack(parts).sum() if parts else torch.zeros(())
 
 
@@ -51,7 +54,7 @@ def inner_product(
         plus, less = direction(seen), None if minus is None else minus(seen)
         names = [n for n in view.trained if n in plus]
         if less is not None and not any(n in seen.gate for n in names):
-            value = inner_products(*([own[n] for n in names] for own in (view.leaves, plus, less)))
+            value = kernels.inner_products(*([own[n] for n in names] for own in (view.leaves, plus, less)))
             if value is not None:
                 return value
         parts = []
