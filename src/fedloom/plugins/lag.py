@@ -258,7 +258,8 @@ def lag(
 
     Args:
         k: number of personal layers, at most all that can be ranked.
-        xi: pairs count below this cosine; above 1 all pairs count.
+        xi: pairs count below this cosine; above 1 all pairs count. Short vectors are often far apart by chance: the further below 0, the more
+            biases are chosen with ``granularity="tensor"``.
         weights: of the mean, where the method weighs by rows: ``"uniform"`` (eq. 4) or ``"samples"``. A method with weights of its own
             keeps them.
         schedule: ``"per_round"`` (Algorithm 1), ``"warmup_once"`` (scores summed over the first warmup + 1 rounds, then fixed) or
