@@ -52,7 +52,7 @@ class Run:
         new: clients that never take part and are adapted at the end.
         adapt_epochs: epochs of their adaptation.
         told: what clients sent in the setup program, until the first round has counted its bytes.
-        watch: called in a round with the bound method, the server before it and the sorted replies, before they are reduced.
+        watch: called in a round with the bound method, the server before it and the sorted replies, which it leaves as they are.
     """
 
     bound: Bound

@@ -356,7 +356,8 @@ class ServerStage:
 
     Args:
         owner: the recipe or plug-in that brings it.
-        fn: the stage: a function that leaves alone what it is given, since it is called again where a reply is rejected late.
+        fn: the stage: a function that leaves alone what it is given. Where it turns out that a reply is not finite, what the stage
+            made of it is thrown away, and it is called again without that reply.
         memory: initial server memory of the owner, ``(facts) -> dict of tensors``.
         when: the program after whose replies it runs.
         report: ``(memory) -> facts`` of the round (numbers, texts, lists, dictionaries) for its record, where they are

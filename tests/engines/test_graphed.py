@@ -9,7 +9,7 @@ import torch
 
 import fedloom as fl
 from fedloom import server
-from fedloom.engines.vectorised import VectorisedEngine, graphed
+from fedloom.engines.vectorised import VectorisedEngine, feed, graphed
 from fedloom.engines.vectorised.graphed import GraphedStepper
 from tests.helpers import bn_mlp, dropout_mlp, everything, federation, fit, gap
 
@@ -66,7 +66,7 @@ def test_the_next_round_is_planned_before_replies_are_waited_for(monkeypatch: py
     outcome = server.Sorting.outcome
 
     def sorting(self: server.Sorting, round: int) -> server.Outcome:
-        laid_out = 0 if engine.pools._ahead is None else len(engine.pools._ahead[1])
+        laid_out = 0 if engine.pools._ahead is None else len(engine.pools._ahead[1][-1])
         waiting.append(len(engine.pools.plans._ahead) + laid_out)
         return outcome(self, round)
 
@@ -139,9 +139,28 @@ def test_parity_on_cuda(method: str) -> None:
 
 def test_garbage_is_collected_only_after_graphs_were_dropped() -> None:
     arenas = graphed.Arenas()
+    assert arenas.dropped, "an earlier run's graphs may still be there"
+    arenas.dropped = False
     for i in range(graphed.KEPT_ARENAS):
         arenas.keep(i, Any)
     assert not arenas.dropped
     arenas.keep(-1, Any)
     assert arenas.dropped
     assert len(arenas.known) == graphed.KEPT_ARENAS
+
+
+def test_no_room_for_the_next_round_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is laid out ahead competes with this round's replies: it is then laid out later."""
+    foresee, tried = feed.Pools.foresee, list[int]()
+
+    def full(self: feed.Pools, *args: Any) -> None:
+        foresee(self, *args)
+        tried.append(1)
+        raise torch.OutOfMemoryError("no room")
+
+    data, options = federation((20, 30, 40)), {"rounds": 3, "epochs": 1, "batch_size": 16}
+    a = fit("fedavg", bn_mlp(), data, engine=VectorisedEngine(step="graphed"), **options)
+    monkeypatch.setattr(feed.Pools, "foresee", full)
+    b = fit("fedavg", bn_mlp(), data, engine=VectorisedEngine(step="graphed"), **options)
+    assert tried
+    assert gap(everything(a), everything(b)) == 0

@@ -57,3 +57,25 @@ def test_means(rows: int) -> None:
     found = torch.vmap(kernels.masked_mean)(values, mask)
     assert "CohortMean" in type(found.grad_fn).__name__
     compare(found, (values * mask).sum(1) / mask.sum(1).clamp(min=1), [values])
+
+
+@cuda
+def test_means_of_what_is_no_floating_number() -> None:
+    """A user's statistic may be a share: its mean is not a whole number."""
+    right, mask = labels(3, 5, 2) == 1, torch.ones(3, 5, dtype=torch.float64, device=DEVICE)
+    mask[:, 4] = 0
+    for values in (right, right.long()):
+        found = torch.vmap(kernels.masked_mean)(values, mask)
+        assert torch.allclose(found.double(), right[:, :4].double().mean(1))
+
+
+@cuda
+def test_centres_may_be_differentiated_by_themselves() -> None:
+    z, y, centres, known = random(3, 6, 5).detach(), labels(3, 6, 4), random(3, 4, 5).detach(), random(4).detach()
+
+    def value(c: Tensor, z: Tensor, y: Tensor) -> Tensor:
+        return kernels.class_distances(z, y, c, known).sum()
+
+    found = torch.vmap(torch.func.grad(value))(centres, z, y)
+    wanted = torch.stack([torch.func.grad(value)(centres[i], z[i], y[i]) for i in range(3)])
+    assert torch.allclose(found, wanted)

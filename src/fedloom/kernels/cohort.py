@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from fedloom.numerics import tf32
 
@@ -41,16 +42,12 @@ def _installed() -> bool:
 
 
 def serves(*tensors: Tensor | None) -> bool:
-    """Whether these tensors are a cohort's, on CUDA, one ``vmap`` deep, with kernels at hand."""
+    """Whether these tensors are a cohort's, on CUDA, one ``vmap`` deep, with kernels at hand; not while a step is traced."""
     found = [t for t in tensors if t is not None]
-    return (
-        (found[0].is_cuda or INTERPRETED)
-        and all(mapped(t) for t in found)
-        and not any(
-            torch._C._functorch.is_functorch_wrapped_tensor(torch._C._functorch.get_unwrapped(t)) for t in found
-        )
-        and _installed()
-    )
+    if not (found[0].is_cuda or INTERPRETED) or not all(mapped(t) for t in found) or not _installed():
+        return False
+    cores = [torch._C._functorch.get_unwrapped(t) for t in found]
+    return not any(torch._C._functorch.is_functorch_wrapped_tensor(t) or isinstance(t, FakeTensor) for t in cores)
 
 
 def mapped(x: Tensor) -> bool:

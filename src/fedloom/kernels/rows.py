@@ -12,7 +12,8 @@ from fedloom.kernels.cohort import _Lifted, serves
 
 def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
     """``sum(m v) / max(1, sum m)`` of one value per row, m being 1 for real rows and 0 for padding."""
-    if values.dim() != 1 or values.shape != mask.shape or not values.numel() or not serves(values, mask):
+    fits = values.dim() == 1 and values.shape == mask.shape and values.is_floating_point() and values.numel()
+    if not fits or not serves(values, mask):
         mask = mask.to(values.dtype)
         return (values * mask).sum() / mask.sum().clamp(min=1)
     mean: Tensor = _Lifted.apply(_CohortMean, values, mask)  # type: ignore[no-untyped-call]
@@ -28,7 +29,8 @@ def class_distances(z: Tensor, y: Tensor, centres: Tensor, known: Tensor) -> Ten
         centres: classes x D.
         known: per class 1 where it has a centre, else 0.
     """
-    if not z.numel() or not serves(z, y):
+    inside = [t for t in (centres, known) if torch._C._functorch.is_functorch_wrapped_tensor(t)]
+    if not z.numel() or not serves(z, y, *inside):
         return known[y] * ((z - centres[y]) ** 2).mean(1)
     value: Tensor = _Lifted.apply(_CohortDistances, z, y, centres, known)  # type: ignore[no-untyped-call]
     return value

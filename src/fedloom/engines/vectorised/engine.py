@@ -67,8 +67,12 @@ class VectorisedEngine:
             return
         asked = people()
         self.pools.plans.foresee(bound, work, round, asked)
-        if asked and not self.unpadded:
+        if not asked or self.unpadded:
+            return
+        try:
             self.pools.foresee(bound, work, round, self._waves(bound, work, asked, there.device)[0], SWEEP_GRAIN)
+        except torch.OutOfMemoryError:  # there will be room when this round's replies are gone
+            self.pools.clear()
 
     def _waves(
         self, bound: Bound, work: Work, people: Sequence[Participant], device: torch.device

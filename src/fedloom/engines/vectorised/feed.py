@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -86,7 +87,7 @@ class Pools:
         self.plans = Plans()
         self._kept: OrderedDict[tuple[int, ...], Pool] = OrderedDict()
         self._held = 0
-        self._ahead: tuple[Hashable, Sequence[Participant], Feed] | None = None
+        self._ahead: tuple[Hashable, tuple[Any, ...], Feed] | None = None
         self._swept: tuple[Hashable, Pool, list[tuple[Tensor, Tensor | None]]] | None = None
 
     def foresee(self, bound: Bound, work: Work, round: int, wave: Sequence[Participant], grain: int) -> None:
@@ -96,7 +97,12 @@ class Pools:
         if not phases or sum(map(_nbytes, (p.site.train for p in wave))) > KEPT_BYTES // 4:
             return
         phase = bound.phases[phases[0].name]
-        self._ahead = (_name(bound, work, round, phase, wave), wave, self.feed(bound, work, round, phase, wave))
+        feed = self.feed(bound, work, round, phase, wave)
+        self._ahead = (
+            _name(bound, work, round, phase, wave),
+            (bound, work, wave),
+            feed,
+        )  # held: they are told by their addresses
         sweep = next((step for step in bound.method.schedule.round if isinstance(step, Sweep)), None)
         if sweep is not None:
             size, dtype = sweep_size(work, sweep, wave[0].site.train), bound.structure.dtype

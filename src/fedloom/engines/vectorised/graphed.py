@@ -44,7 +44,7 @@ class Arenas:
 
     def __init__(self) -> None:
         self.known: OrderedDict[Hashable, Arena] = OrderedDict()
-        self.dropped = False
+        self.dropped = True  # those of an earlier run may still be there
         self.used: dict[Hashable, Known] = {}
         self.refused: set[Hashable] = set()
         self.notes: list[str] = []
