@@ -96,8 +96,7 @@ class Extra:
         build: ``(structure, generator) -> initial values``.
         kind: how they travel.
         role: whether phases for ``"head"`` or ``"body"`` train them; ``"none"`` for phases that name them only.
-        resolved: ``(structure) -> facts`` (numbers, texts, lists): what the plug-in's options came to for this model, for
-            ``run.toml``, where they are found under ``resolved`` and the owner's name.
+        resolved: ``(structure) -> facts``: what its options came to for this model, for ``run.toml`` (``resolved``, owner's name).
         key: ``(leaf) -> static key`` of the clients that train it; None for leaves that all clients train.
     """
 
@@ -296,8 +295,7 @@ class Stage:
         memory: initial client memory of the owner, ``(facts) -> dict of tensors``.
         when: the program whose ``Send`` runs it.
         follows: owners whose stages must come earlier if they are present.
-        wire: bytes that an entry takes on the wire, ``(entry) -> int``, where the stage sends it in another form than as
-            the tensors that the server works with.
+        wire: bytes that an entry takes on the wire, ``(entry) -> int``, where it is not sent as the tensors that the server works with.
     """
 
     owner: str
@@ -337,8 +335,7 @@ class Prepare:
     Args:
         owner: the recipe or plug-in that brings it.
         fn: the stage.
-        told: the addressed tensor that holds the clients' static keys, where these are numbers and client code also works from that
-            tensor (``seen.key`` is then ``EACH``): clients with different keys can run side by side.
+        told: the addressed tensor with the clients' static keys, if client code works from it too (``seen.key`` is then ``EACH``).
     """
 
     owner: str
@@ -356,12 +353,10 @@ class ServerStage:
 
     Args:
         owner: the recipe or plug-in that brings it.
-        fn: the stage: a function that leaves alone what it is given. Where it turns out that a reply is not finite, what the stage
-            made of it is thrown away, and it is called again without that reply.
+        fn: the stage: it leaves alone what it is given, since it is called again where a reply turns out not to be finite.
         memory: initial server memory of the owner, ``(facts) -> dict of tensors``.
         when: the program after whose replies it runs.
-        report: ``(memory) -> facts`` of the round (numbers, texts, lists, dictionaries) for its record, where they are
-            found under the owner's name.
+        report: ``(memory) -> facts`` of the round (numbers, texts, lists, dictionaries), found in its record by the owner's name.
     """
 
     owner: str
