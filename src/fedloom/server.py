@@ -143,10 +143,8 @@ class Sorting:
             None if idle else _fault(bound, r, expected) for r, idle in zip(replies, self.skipped, strict=True)
         ]
         self.pending = [r for r in replies if r.unread is not None]
-        self.asked, sized = tree.Finite(), [r for r in replies if r.size is not None]
-        self.order = [*(r for r in replies if r.size is None), *sized]
-        self.asked.ask([_floating(r) for r in replies if r.size is None])
-        self.asked.ask_sizes([r.size for r in sized if r.size is not None])
+        self.asked = tree.Finite()
+        self.asked.ask([_floating(r) if r.size is None else {"size": r.size} for r in replies])
         self.ahead: tuple[list[Reply], ServerState, Leaves] | None = None
         self.sound = True
 
@@ -172,17 +170,17 @@ class Sorting:
         sound, losses = self.asked.answer([reply.unread for reply in self.pending if reply.unread is not None])
         for reply, loss in zip(self.pending, losses, strict=True):
             reply.loss, reply.unread = loss, None
-        finite = {reply.id: each for reply, each in zip(self.order, sound, strict=False)}
-        for reply, idle, fault in zip(self.replies, self.skipped, self.faults, strict=True):
+        each, rest = sound[: len(self.replies)], sound[len(self.replies) :]
+        for reply, idle, fault, finite in zip(self.replies, self.skipped, self.faults, each, strict=True):
             if idle:
                 outcome.skipped.append(reply.id)
                 continue
-            reason = fault if fault is not None or finite[reply.id] else _not_finite(reply)
+            reason = fault if fault is not None or finite else _not_finite(reply)
             if reason is None:
                 outcome.accepted.append(reply)
             else:
                 outcome.rejected.append(Rejection(reply.id, round, reason))
-        self.sound = all(sound[len(self.replies) :])
+        self.sound = all(rest)
         return outcome
 
     def aggregate(self, accepted: Sequence[Reply], cohort: Callable[[Sequence[str]], Cohort]) -> ServerState:

@@ -187,11 +187,6 @@ class Finite:
                 sizes[i] = size
         self._question.ask(sizes)
 
-    def ask_sizes(self, sizes: Sequence[Tensor]) -> None:
-        """Asks of some more trees of which the largest size of an element was found already."""
-        self._counts += [1] * len(sizes)
-        self._question.ask(sizes)
-
     def answer(self, others: Sequence[Tensor] = ()) -> tuple[list[bool], list[float]]:
         """For each tree in the order of asking whether it is finite, and the values of other tensors of one element."""
         self._question.ask(others)

@@ -64,7 +64,7 @@ def test_the_largest_sizes_of_clients_tell_who_is_not_finite() -> None:
     assert found is not None
     each = [dict(enumerate(parts)) for parts in zip(*(v.unbind() for v in values), strict=True)]
     asked = tree.Finite()
-    asked.ask_sizes(found.unbind())
+    asked.ask([{"size": size} for size in found.unbind()])
     assert asked.answer()[0] == tree.finite(each)[0] == [False, False, False, True]
     assert float(found[3]) == max(float(v[3].abs().max()) for v in values)
     assert tree.largest([torch.ones(4, 2, dtype=torch.int64)]) is None

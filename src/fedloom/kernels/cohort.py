@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
@@ -41,9 +42,15 @@ def _installed() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def serves(*tensors: Tensor | None) -> bool:
-    """Whether these tensors are a cohort's, on CUDA, one ``vmap`` deep, with kernels at hand; not while a step is traced."""
-    found = [t for t in tensors if t is not None]
+def serves(*tensors: Tensor | None, shared: Iterable[Tensor] = ()) -> bool:
+    """Whether these tensors are a cohort's, on CUDA, one ``vmap`` deep, with kernels at hand; not while a step is traced.
+
+    Args:
+        tensors: what clients have.
+        shared: what all clients may share; where they do not, it is a cohort's too.
+    """
+    inside = (t for t in shared if torch._C._functorch.is_functorch_wrapped_tensor(t))
+    found = [t for t in (*tensors, *inside) if t is not None]
     if not (found[0].is_cuda or INTERPRETED) or not all(mapped(t) for t in found) or not _installed():
         return False
     cores = [torch._C._functorch.get_unwrapped(t) for t in found]

@@ -21,8 +21,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     Torch's own rule multiplies the other way round, so that the gradient of W lies transposed: an optimiser that walks over W
     and its gradient then reads one of them at a fraction of the memory's speed.
     """
-    shared = not torch._C._functorch.is_functorch_wrapped_tensor(x)
-    if x.dim() < 2 or not x.numel() or not serves(weight, bias, None if shared else x):
+    if x.dim() < 2 or not x.numel() or not serves(weight, bias, shared=[x]):
         return F.linear(x, weight, bias)
     y: Tensor = _Lifted.apply(_CohortLinear, *shortened(x, weight, bias))  # type: ignore[no-untyped-call]
     return y
@@ -56,8 +55,7 @@ def half_squares(x: Sequence[Tensor], anchor: Sequence[Tensor], dtype: torch.dty
 def _pulling(x: Sequence[Tensor], *others: Sequence[Tensor]) -> bool:
     """Whether x belongs to a cohort, and others, which all clients may share, are alike and have no gradient."""
     fixed = [t for own in others for t in own]
-    inside = [t for t in fixed if torch._C._functorch.is_functorch_wrapped_tensor(t)]
-    if not x or not x[0].is_floating_point() or not serves(*x, *inside):
+    if not x or not x[0].is_floating_point() or not serves(*x, shared=fixed):
         return False
     alike = all(t.dtype == x[0].dtype and t.device == x[0].device and t.numel() for t in (*x, *fixed))
     shaped = all([t.shape for t in own] == [t.shape for t in x] for own in others)

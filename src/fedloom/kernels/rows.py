@@ -29,8 +29,7 @@ def class_distances(z: Tensor, y: Tensor, centres: Tensor, known: Tensor) -> Ten
         centres: classes x D.
         known: per class 1 where it has a centre, else 0.
     """
-    inside = [t for t in (centres, known) if torch._C._functorch.is_functorch_wrapped_tensor(t)]
-    if not z.numel() or not serves(z, y, *inside):
+    if not z.numel() or not serves(z, y, shared=(centres, known)):
         return known[y] * ((z - centres[y]) ** 2).mean(1)
     value: Tensor = _Lifted.apply(_CohortDistances, z, y, centres, known)  # type: ignore[no-untyped-call]
     return value

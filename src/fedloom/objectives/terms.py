@@ -18,6 +18,11 @@ def data_term() -> Term:
     return Term(owner="task", fn=lambda view, batch, seen: view.loss(), role="data", copy=None)
 
 
+def apart(x: Tensor, anchor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """``x - anchor``, computed in a type; None for that of the two."""
+    return x - anchor if dtype is None else x.to(dtype) - anchor.to(dtype)
+
+
 def quadratic(
     names: tuple[str, ...],
     leaves: Leaves,
@@ -29,15 +34,13 @@ def quadratic(
 
     It is computed in ``dtype``; None for that of the leaves.
     """
-    gated = seen is not None and any(n in seen.gate for n in names)
-    if (
-        not gated
-        and (value := kernels.half_squares([leaves[n] for n in names], [anchor[n] for n in names], dtype)) is not None
-    ):
-        return value
+    if seen is None or not any(n in seen.gate for n in names):
+        value = kernels.half_squares([leaves[n] for n in names], [anchor[n] for n in names], dtype)
+        if value is not None:
+            return value
     parts = []
     for name in names:
-        gap = leaves[name].to(dtype) - anchor[name].to(dtype) if dtype is not None else leaves[name] - anchor[name]
+        gap = apart(leaves[name], anchor[name], dtype)
         parts.append(kernels.squared_length(gap if seen is None else seen.gated(name, gap)))
     return 0.5 * torch.stack(parts).sum() if parts else torch.zeros(())
 

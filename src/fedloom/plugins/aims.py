@@ -200,9 +200,7 @@ def _weighted(term: Term, plan: Plan, names: set[str]) -> tuple[Term, ...]:
 
     def fn(view: View, batch: Batch, seen: Seen, *carry: Leaves) -> Any:
         value, weight = term.fn(view, batch, seen, *carry), _lambda(plan, view, seen)
-        if isinstance(weight, float) and weight == 1:
-            return value
-        return (weight * value[0], value[1]) if term.carry is not None else weight * value
+        return (_times(weight, value[0]), value[1]) if term.carry is not None else _times(weight, value)
 
     def inside(phase: Phase, structure: Structure) -> bool:
         return phase.copy == "main" and phase.name in names

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fedloom.errors import Conflict, UnknownName, UserError
-from fedloom.objectives import quadratic
+from fedloom.objectives import apart, quadratic
 from fedloom.priors import PRIORS, Gaps, Gaussian, Laplace, Prior, gaussian
 from fedloom.record import Method
 from fedloom.reducers import Reducer, maximum, mean, stack
@@ -78,9 +78,7 @@ class _Map:
         gamma = seen.received
         if isinstance(self.prior, Gaussian) and not self.prior.by_leaf:
             return self.prior.scale() * quadratic(names, leaves, gamma, dtype=dtype)
-        gaps = {
-            n: leaves[n].to(dtype) - gamma[n].to(dtype) if dtype is not None else leaves[n] - gamma[n] for n in names
-        }
+        gaps = {n: apart(leaves[n], gamma[n], dtype) for n in names}
         parts = [self.prior.penalty(gap, self.scale(n, seen), self.learnt(n, seen)) for n, gap in gaps.items()]
         return torch.stack(parts).sum() if parts else torch.zeros(())
 

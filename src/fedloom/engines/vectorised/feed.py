@@ -97,12 +97,8 @@ class Pools:
         if not phases or sum(map(_nbytes, (p.site.train for p in wave))) > KEPT_BYTES // 4:
             return
         phase = bound.phases[phases[0].name]
-        feed = self.feed(bound, work, round, phase, wave)
-        self._ahead = (
-            _name(bound, work, round, phase, wave),
-            (bound, work, wave),
-            feed,
-        )  # held: they are told by their addresses
+        name, feed = _name(bound, work, round, phase, wave), self.feed(bound, work, round, phase, wave)
+        self._ahead = (name, (bound, work, wave), feed)  # these are held, since the name tells them by their addresses
         sweep = next((step for step in bound.method.schedule.round if isinstance(step, Sweep)), None)
         if sweep is not None:
             size, dtype = sweep_size(work, sweep, wave[0].site.train), bound.structure.dtype

@@ -29,13 +29,12 @@ class Plans:
 
     def of(self, bound: Bound, work: Work, round: int, phase: BoundPhase, person: Participant) -> Steps:
         """The steps of a client in a phase, as :func:`fedloom.engines.loop.planned` has them."""
-        found = self._ahead.pop(_key(phase, person), None) if self.foreseen(bound, work, round) else None
-        return planned(bound, work, round, phase, person) if found is None else found[1]
-
-    def foreseen(self, bound: Bound, work: Work, round: int) -> bool:
-        """Whether this is the round that was planned last."""
         what = self._what
-        return what is not None and what[0] is bound and what[1] is work and what[2] == round
+        if what is not None and what[0] is bound and what[1] is work and what[2] == round:
+            found = self._ahead.pop(_key(phase, person), None)
+            if found is not None:
+                return found[1]
+        return planned(bound, work, round, phase, person)
 
 
 def _key(phase: BoundPhase, person: Participant) -> Hashable:
