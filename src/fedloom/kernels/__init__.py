@@ -1,5 +1,6 @@
 """Kernels for cohorts on CUDA: operations for which torch runs the clients of a ``vmap`` one after another."""
 
+from fedloom.kernels.classifiers import classified
 from fedloom.kernels.cohort import convolved, mapped, normalised, pooled, serves, shortened
 from fedloom.kernels.counters import drawn, folded
 from fedloom.kernels.crossentropies import cross_entropies
@@ -14,6 +15,7 @@ __all__ = [
     "chained",
     "chained_apart",
     "class_distances",
+    "classified",
     "convolved",
     "cross_entropies",
     "drawn",
