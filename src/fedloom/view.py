@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from fedloom import layers, rng
+from fedloom import kernels, layers, rng
 from fedloom.tasks.base import class_logits
+from fedloom.tasks.builtin import plain
 from fedloom.types import Batch, Inputs, Leaves, Seen
 
 if TYPE_CHECKING:
@@ -95,6 +96,38 @@ class View:
     def loss(self, output: Tensor | None = None) -> Tensor:
         """The task's loss on the batch, of the model's output or of another one of its shape."""
         return self._bound.task.value(self.output if output is None else output, self.batch)
+
+    def classifier_loss(
+        self,
+        u: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+        extra: Tensor | None = None,
+        *,
+        scale: float = 1.0,
+        share: float = 1.0,
+    ) -> Tensor:
+        """``a L(u W^T + b) + l mean_i e_i``: the task's loss L of a linear classifier; with it the mean of a value per row.
+
+        Args:
+            u: rows x channels.
+            weight: W, classes x channels.
+            bias: b.
+            extra: e, one value per row; None for the loss alone.
+            scale: a.
+            share: l.
+        """
+        batch = self.batch
+        if plain(self._bound.task):
+            found = kernels.classified(u, weight, bias, batch.y, batch.mask, extra, scale, share)
+            if found is not None:
+                return found
+        value = self.loss(kernels.linear(u, weight, bias))
+        value = value if scale == 1 else scale * value
+        if extra is None:
+            return value
+        mean = batch.mean(extra)
+        return value + (mean if share == 1 else share * mean)
 
     @property
     def structure(self) -> Structure:

@@ -72,7 +72,7 @@ def test_both_terms_of_a_feature_share_their_kernels(monkeypatch: pytest.MonkeyP
         view: Any = SimpleNamespace(
             structure=SimpleNamespace(task=task),
             batch=batch,
-            loss=lambda out: batch.mean(F.cross_entropy(out, y, reduction="none")),
+            classifier_loss=lambda u, w, b: batch.mean(F.cross_entropy(kernels.linear(u, w, b), y, reduction="none")),
         )
         return torch.stack(both_terms(view, z, weight, bias, batch))
 

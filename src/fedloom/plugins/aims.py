@@ -242,6 +242,9 @@ def _supervision(plan: Plan, view: View, batch: Batch, seen: Seen) -> Tensor:
     for j in numbers:
         u = pooled(view.feature(taps[j - 1].name), taps[j - 1].axis)
         mine = centres[:, begin[j - 1] : begin[j]] if plan.blockwise else _adapter(view.leaves, j, centres, plan)
+        if plan.aux_ce == "head" and not isinstance(mu, Tensor):
+            tasks.append(_head_loss(view, u, j, (mine, known) if mu else None, mu * u.shape[1] if plan.sum_dim else mu))
+            continue
         parts = []
         if plan.aux_ce == "head":
             parts.append(_head_loss(view, u, j))
@@ -294,9 +297,11 @@ def _lambda(plan: Plan, view: View, seen: Seen) -> float | Tensor:
     return aside / (view.loss().detach() + aside).clamp(min=1e-12)
 
 
-def _head_loss(view: View, u: Tensor, j: int) -> Tensor:
-    """``CE^j``: the loss of block j's auxiliary head on its features."""
-    return view.loss(kernels.linear(u, *(view.leaves[f"{OWNER}:{j}.head.{p}"] for p in ("weight", "bias"))))
+def _head_loss(view: View, u: Tensor, j: int, centres: tuple[Tensor, Tensor] | None = None, mu: float = 0.0) -> Tensor:
+    """``CE^j``, the loss of block j's auxiliary head on its features; with centres and which are known ``CE^j + mu R^j``."""
+    weight, bias = (view.leaves[f"{OWNER}:{j}.head.{p}"] for p in ("weight", "bias"))
+    gaps = None if centres is None else kernels.class_distances(u, view.batch.y.long(), *centres)
+    return view.classifier_loss(u, weight, bias, gaps, share=mu)
 
 
 def _distance(plan: Plan, u: Tensor, batch: Batch, centres: Tensor, known: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from fedloom.registry import plugin
 from fedloom.slots import Extra, Phase, Term
 from fedloom.structure import Call, Structure, matches
 from fedloom.taps import points as places
-from fedloom.taps.losses import both_terms, entropy_term, information_term
+from fedloom.taps.losses import both_terms, entropy_term, information_term, weighted_terms
 from fedloom.tasks import TASKS
 from fedloom.types import Batch, Leaves, Seen
 from fedloom.view import View
@@ -178,23 +178,19 @@ def _term(plan: Plan, i: int, method: Method) -> Term:
         tap = plan.taps(view.structure)[i]
         (feature,) = view.tapped(owner).values()
         z = feature.to(view.structure.dtype)
-        task = view.loss().detach() if plan.adaptive else None
-        value = spread = None
-        if plan.supervised(i, view.structure):
-            weight, bias = (view.leaves[f"{OWNER}:{tap.name}.{part}"] for part in ("weight", "bias"))
-            if lam:
-                value, spread = both_terms(view, z, weight, bias, batch, tap.axis)
-            else:
-                value = information_term(view, z, weight, bias, tap.axis)
-        elif lam:
-            spread = entropy_term(z, batch, tap.axis)
-        parts = []
-        if value is not None:
-            share = 1.0 if task is None else (task / value.detach().clamp(min=1e-12)).clamp(max=1.0)
-            parts.append(alpha * share * value)
-        if spread is not None:
-            parts.append(lam * (1.0 if task is None else task) * spread)
-        return parts[0] if len(parts) == 1 else parts[0] + parts[1]
+        supervised = plan.supervised(i, view.structure)
+        adapter = [view.leaves[f"{OWNER}:{tap.name}.{part}"] for part in ("weight", "bias") if supervised]
+        if adapter and not plan.adaptive:
+            return weighted_terms(view, z, adapter[0], adapter[1], alpha, lam, tap.axis)
+        task = view.loss().detach() if plan.adaptive else 1.0
+        if not adapter:
+            return lam * task * entropy_term(z, batch, tap.axis)
+        if lam:
+            value, spread = both_terms(view, z, adapter[0], adapter[1], batch, tap.axis)
+        else:
+            value, spread = information_term(view, z, adapter[0], adapter[1], tap.axis), None
+        value = alpha * (task / value.detach().clamp(min=1e-12)).clamp(max=1.0) * value
+        return value if spread is None else value + lam * task * spread
 
     def enters(phase: Phase, structure: Structure) -> bool:
         taps = plan.taps(structure)

@@ -33,8 +33,9 @@ def information_term(view: View, z: Tensor, weight: Tensor, bias: Tensor, axis: 
 
     Reference: OmniISR, eqs. 2 and 3, as means.
     """
-    dense = view.structure.task == "segmentation"
-    return view.loss(adapted(z, weight, bias, axis, view.batch.y, dense=dense))
+    if view.structure.task == "segmentation":
+        return view.loss(adapted(z, weight, bias, axis, view.batch.y, dense=True))
+    return view.classifier_loss(pooled(z, axis), weight, bias)
 
 
 def entropy_term(z: Tensor, batch: Batch, axis: int = 1) -> Tensor:
@@ -51,7 +52,7 @@ def entropy_term(z: Tensor, batch: Batch, axis: int = 1) -> Tensor:
     Reference: OmniISR, eq. 4, as a mean.
     """
     z = z.movedim(axis, 1)
-    found = kernels.summarised(z)
+    found = _summarised(z)
     return batch.mean(_entropies(z) if found is None else found[1])
 
 
@@ -62,10 +63,33 @@ def both_terms(
 
     Where the adapter reads pooled features, a kernel makes both means over positions in one pass, and their gradient in another.
     """
-    found = None if view.structure.task == "segmentation" else kernels.summarised(z.movedim(axis, 1))
-    if found is None:
+    if view.structure.task == "segmentation":
         return information_term(view, z, weight, bias, axis), entropy_term(z, batch, axis)
-    return information_term(view, found[0], weight, bias), batch.mean(found[1])
+    u, entropies = _summary(z, axis)
+    return information_term(view, u, weight, bias), batch.mean(entropies)
+
+
+def weighted_terms(
+    view: View, z: Tensor, weight: Tensor, bias: Tensor, alpha: float, lam: float, axis: int = 1
+) -> Tensor:
+    """``alpha MI_m + lambda NE_m`` of one feature: :func:`both_terms` with weights that are numbers, which a kernel adds up."""
+    if view.structure.task == "segmentation":
+        value = alpha * information_term(view, z, weight, bias, axis)
+        return value + lam * entropy_term(z, view.batch, axis) if lam else value
+    u, entropies = _summary(z, axis) if lam else (pooled(z, axis), None)
+    return view.classifier_loss(u, weight, bias, entropies, scale=alpha, share=lam)
+
+
+def _summary(z: Tensor, axis: int) -> tuple[Tensor, Tensor]:
+    """Per row the means over positions of z and of ``sum_c p_c log p_c``."""
+    z = z.movedim(axis, 1)
+    found = _summarised(z)
+    return (pooled(z), _entropies(z)) if found is None else found
+
+
+def _summarised(z: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Both by one kernel where it serves; a feature without positions has one."""
+    return kernels.summarised(z[:, :, None] if z.dim() == 2 else z)
 
 
 def _entropies(z: Tensor) -> Tensor:

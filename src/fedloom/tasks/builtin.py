@@ -53,6 +53,11 @@ def _ce_mean(output: Tensor, batch: Batch) -> Tensor:
     return batch.mean(kernels.cross_entropies(output, batch.y))
 
 
+def plain(task: Task) -> bool:
+    """Whether a task's loss is the mean of its rows' cross-entropies, no more: a kernel may then make it."""
+    return task.mean is _ce_mean
+
+
 def _ce_statistics(output: Tensor, batch: Batch) -> Leaves:
     losses = kernels.cross_entropies(output, batch.y)
     return {
