@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from fedloom import rng, transfer, tree
+from fedloom import transfer, tree
 from fedloom.batches import SWEEP_BATCH, sweep_rows
 from fedloom.bound import Bound, BoundPhase
 from fedloom.data import Rows
 from fedloom.optim import OptState
+from fedloom.particulars import Particulars
 from fedloom.slots import Judge, Phase, Program, Receive, Send, Sweep
 from fedloom.stepping import Stepper
 from fedloom.types import Batch, Inputs, Leaves, Memory, Message, Seen
@@ -99,10 +100,16 @@ class Adder:
 
 
 class Desk:
-    """Where one client works, or many side by side, while a program runs."""
+    """Where one client works, or many side by side, while a program runs; their particulars may be there already."""
 
     def __init__(
-        self, bound: Bound, work: Work, post: Post, participants: Sequence[Participant], layout: Layout
+        self,
+        bound: Bound,
+        work: Work,
+        post: Post,
+        participants: Sequence[Participant],
+        layout: Layout,
+        ahead: Particulars | None = None,
     ) -> None:
         self.bound, self.work, self.post, self.participants, self.layout = (
             bound,
@@ -124,37 +131,26 @@ class Desk:
         self.counted: dict[str, list[int] | None] = {}
         self.judged: dict[str, tuple[Leaves, dict[str, Sequence[Tensor]]]] = {}
         self.optimizer: dict[str, list[OptState]] = {}
-        self.private = self._private()
+        if ahead is None or not ahead.are_of(work, post.round, participants):
+            ahead = Particulars(bound, work, post.round, participants, layout, next(iter(post.leaves.values())).device)
+        self.private = self._private(ahead)
 
     # What clients see.
 
-    def _private(self) -> dict[str, Any]:
+    def _private(self, own: Particulars) -> dict[str, Any]:
         people, gather = self.participants, self.layout.gather
-        like = next(iter(self.post.leaves.values()))
-        dtype = self.bound.structure.dtype
-
-        def numbers(kind: torch.dtype, *rows: Sequence[float]) -> Sequence[Tensor]:
-            together = transfer.onto(torch.tensor(rows, dtype=kind), like.device)
-            return [self.layout.column(row) for row in together.unbind(0)]
 
         def memories(of: Callable[[Participant], Memory], owners: Memory) -> Memory:
             return {o: {k: gather([of(p)[o][k] for p in people]) for k in owners[o]} for o in owners}
 
         fresh = self.bound.memory
-        n, first = numbers(dtype, [len(p.site.train) for p in people], [p.state.rounds == 0 for p in people])
-        (noise,) = numbers(
-            torch.int64, [rng.key_of(self.work.seed, "noise", p.site.id, self.post.round) for p in people]
-        )
         return {
             "start": {},
             "addressed": memories(lambda p: p.addressed, people[0].addressed),
             "memory": memories(lambda p: {**fresh, **p.state.memory}, fresh),
             "swept": {},
             "steps": {},
-            "n": n,
-            "counts": gather([p.site.counts for p in people]),
-            "first": first,
-            "noise": noise,
+            **own.values,
         }
 
     def see(self, private: Mapping[str, Any], final: Leaves | None = None) -> Seen:

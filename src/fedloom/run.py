@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from fedloom import evaluation, rng, sampling, server, tree
+from fedloom import evaluation, rng, sampling, server
 from fedloom.bound import Bound
 from fedloom.client import Desk
 from fedloom.data import Rows
@@ -22,6 +21,7 @@ from fedloom.server import Dispatch, Outcome, ServerState
 from fedloom.sites import Sites
 from fedloom.slots import Judge, Program, Receive, Send, Step
 from fedloom.tasks.base import Metrics
+from fedloom.traffic import traffic
 from fedloom.types import Cohort, Memory
 from fedloom.work import ClientState, Participant, Post, Reply, Site, Work
 
@@ -157,6 +157,7 @@ class Run:
         round: int,
         shares: Mapping[str, float] | None = None,
         dropped: Sequence[str] = (),
+        meanwhile: Callable[[Dispatch, Sequence[Reply]], None] | None = None,
     ) -> tuple[Outcome, Dispatch]:
         """One round: prepare, clients, reduce, stages. Nothing is kept of a reply that is rejected.
 
@@ -165,6 +166,7 @@ class Run:
             round: the round, from 1.
             shares: share of their steps that stragglers make.
             dropped: clients that were asked and send nothing; where all are, the round changes nothing.
+            meanwhile: called with what was sent and with the replies while the device is at work on them.
         """
         bound = self.at(round)
         if round - 1 in self.later:
@@ -177,8 +179,10 @@ class Run:
         people = [self.participant(i, sent, (shares or {}).get(i, 1.0)) for i in working]
         replies = self._replies(bound, sent.post, people)
         sorting = server.Sorting(bound, self.state, replies)
-        self._foresee(round + 1)
+        self._foresee(round + 1, {r.id for r in replies})
         sorting.anticipate(lambda ids: self.cohort(ids, round))
+        if meanwhile is not None and not any(sorting.faults):
+            meanwhile(sent, replies)
         outcome = sorting.outcome(round)
         if not outcome.accepted:
             reasons = "; ".join(f"client {r.client}: {r.reason}" for r in outcome.rejected) or "no client made a step"
@@ -193,8 +197,8 @@ class Run:
         self._own_work(bound, round)
         return outcome, sent
 
-    def _foresee(self, round: int) -> None:
-        """Lets the engine plan a round before the replies of the last one are waited for."""
+    def _foresee(self, round: int, before: Collection[str]) -> None:
+        """Lets the engine plan a round before the replies of the last one, whose clients are given, are waited for."""
         foresee = getattr(self.engine, "foresee", None)
         if foresee is None or (self.work.rounds is not None and round > self.work.rounds):
             return
@@ -202,7 +206,9 @@ class Run:
         def people() -> list[Participant]:
             drawn = self.drawn(round)
             asked = [i for i in drawn.ids if i not in drawn.dropped]
-            return [Participant(self.sites[i], ClientState(), share=drawn.shares.get(i, 1.0)) for i in asked]
+            states = [ClientState(rounds=self.rounds_of(i) + (i in before)) for i in asked]
+            facts = zip(asked, states, strict=True)
+            return [Participant(self.sites[i], state, share=drawn.shares.get(i, 1.0)) for i, state in facts]
 
         foresee(self.at(round), self.work, round, people)
 
@@ -345,38 +351,23 @@ def with_judgements(program: Program, moments: Sequence[str]) -> Program:
     return tuple(steps)
 
 
-def traffic(bound: Bound, replies: Sequence[Reply], sent: Dispatch, asked: Sequence[str], newcomers: int = 0) -> Record:
-    """Bytes of a round, both ways and by kind: tensors really sent, broadcast counted once per client."""
-    down: Counter[str] = Counter()
-    for new, clients in ((False, len(asked) - newcomers), (True, newcomers)):
-        if clients:
-            down.update({k: v * clients for k, v in server.bytes_down(bound, sent, newcomer=new).items()})
-    for name in asked:
-        for owner, values in sent.addressed[name].items():
-            down[owner] += tree.size_in_bytes(values)
-    wire = {entry: size for stage in bound.method.upload for entry, size in stage.wire.items()}
-    up: Counter[str] = Counter()
-    for reply in replies:
-        for entry, value in reply.message.items():
-            parts = server.by_kind(entry, value)
-            if entry in wire:
-                parts = {next(iter(parts), entry): value}
-            for kind, part in parts.items():
-                up[kind] += wire.get(entry, tree.size_in_bytes)(part)
-    totals = {"bytes_up": up.total(), "bytes_down": down.total()}
-    return {**totals, "bytes_up_by_kind": dict(up), "bytes_down_by_kind": dict(down)}
-
-
 def federated(run: Run, round: int) -> Record:
     """One round over the sites."""
     drawn = run.drawn(round)
     newcomers = sum(run.rounds_of(i) == 0 for i in drawn.ids) if round > 1 else 0
-    outcome, sent = run.play(drawn.ids, round, drawn.shares, drawn.dropped)
+    bound, counted = run.at(round), dict[int, Record]()
+
+    def count(sent: Dispatch, replies: Sequence[Reply]) -> None:
+        counted[len(replies)] = traffic(bound, [*replies, *run.told], sent, drawn.ids, newcomers)
+
+    outcome, sent = run.play(drawn.ids, round, drawn.shares, drawn.dropped, count)
+    if len(outcome.accepted) not in counted:
+        count(sent, outcome.accepted)
     losses = [r.loss for r in outcome.accepted if r.loss is not None]
     record: Record = {
         "train_loss": sum(losses) / len(losses) if losses else None,
-        **traffic(run.at(round), [*outcome.accepted, *run.told], sent, drawn.ids, newcomers),
-        **server.reports(run.at(round), run.state),
+        **counted[len(outcome.accepted)],
+        **server.reports(bound, run.state),
         "clients": list(drawn.ids),
         "skipped": outcome.skipped,
         "rejected": [{"client": r.client, "round": r.round, "reason": r.reason} for r in outcome.rejected],

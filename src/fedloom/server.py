@@ -7,11 +7,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from fedloom import transfer, tree
 from fedloom.bound import Bound
 from fedloom.errors import RunError
-from fedloom.types import Cohort, LeafSpec, Leaves, Memory, Message
+from fedloom.types import Cohort, Leaves, Memory, Message
 from fedloom.work import Post, Reply
 
 
@@ -38,6 +39,39 @@ class Dispatch:
     addressed: Mapping[str, Memory]
     keys: Mapping[str, Hashable]
     personal: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """The server after a round while the device may still be at work on it.
+
+    Args:
+        state: the server, but for what its stages decide.
+        changed: the leaves that have moved and are still to be looked at.
+        asked: values by which stages decide, by owner.
+        cohort: whose replies it was made of.
+    """
+
+    state: ServerState
+    changed: Leaves
+    asked: Mapping[str, Leaves]
+    cohort: Cohort
+
+    def questions(self) -> list[Tensor]:
+        """The values by which stages decide, in order."""
+        return [value for values in self.asked.values() for value in values.values()]
+
+    def decided(self, bound: Bound, told: Sequence[float]) -> ServerState:
+        """The server after the round, given the answers to :meth:`questions`."""
+        if not self.asked:
+            return self.state
+        memory, answers = dict(self.state.memory), iter(told)
+        for stage in bound.method.server.stages:
+            if stage.decide is not None and stage.owner in self.asked:
+                values = {name: next(answers) for name in self.asked[stage.owner]}
+                kept = memory.get(stage.owner, {})
+                memory[stage.owner] = {**kept, **stage.decide(kept, values, self.cohort)}
+        return replace(self.state, memory=memory)
 
 
 @dataclass(slots=True)
@@ -110,7 +144,9 @@ def post(bound: Bound, state: ServerState, cohort: Cohort, broadcast: Memory, *,
     if gates and next(iter(gates.values())).device.type == "cpu":  # where the server decides, which then knows them
         off = frozenset(tree.off(gates))
         if device.type != "cpu":
-            gates = dict(zip(gates, transfer.onto(torch.stack(list(gates.values())), device).unbind(), strict=True))
+            kind = next(iter(gates.values())).dtype
+            host = torch.tensor([float(name not in off) for name in gates], dtype=kind)
+            gates = dict(zip(gates, transfer.onto(host, device).unbind(), strict=True))
     return Post(
         leaves=rule(leaves, state.memory) if tested and rule is not None else leaves,
         broadcast=broadcast,
@@ -145,8 +181,8 @@ class Sorting:
         self.pending = [r for r in replies if r.unread is not None]
         self.asked = tree.Finite()
         self.asked.ask([_floating(r) if r.size is None else {"size": r.size} for r in replies])
-        self.ahead: tuple[list[Reply], ServerState, Leaves] | None = None
-        self.sound = True
+        self.ahead: tuple[int, Draft] | None = None
+        self.sound, self.told = True, list[float]()
 
     def anticipate(self, cohort: Callable[[Sequence[str]], Cohort]) -> None:
         """Aggregates as if all whole replies were finite, as they nearly always are, while the device is at work on them.
@@ -158,18 +194,21 @@ class Sorting:
         if not whole or not self.pending:
             return
         try:
-            made, changed = _aggregated(self.bound, self.state, whole, cohort([r.id for r in whole]), "round")
+            draft = _aggregated(self.bound, self.state, whole, cohort([r.id for r in whole]), "round")
         except Exception:  # it may be for a reply that is not finite: those that are accepted will tell
             return
-        self.asked.ask([changed])
-        self.ahead = (whole, made, changed)
+        self.asked.ask([draft.changed])
+        self.ahead = (len(whole), draft)
 
     def outcome(self, round: int) -> Outcome:
         """The replies, sorted: from here on the device is waited for."""
         outcome = Outcome()
-        sound, losses = self.asked.answer([reply.unread for reply in self.pending if reply.unread is not None])
-        for reply, loss in zip(self.pending, losses, strict=True):
+        unread = [reply.unread for reply in self.pending if reply.unread is not None]
+        questions = [] if self.ahead is None else self.ahead[1].questions()
+        sound, told = self.asked.answer([*unread, *questions])
+        for reply, loss in zip(self.pending, told, strict=False):
             reply.loss, reply.unread = loss, None
+        self.told = told[len(unread) :]
         each, rest = sound[: len(self.replies)], sound[len(self.replies) :]
         for reply, idle, fault, finite in zip(self.replies, self.skipped, self.faults, each, strict=True):
             if idle:
@@ -185,12 +224,12 @@ class Sorting:
 
     def aggregate(self, accepted: Sequence[Reply], cohort: Callable[[Sequence[str]], Cohort]) -> ServerState:
         """The server after the round, given the replies of :meth:`outcome` that were accepted."""
-        if self.ahead is None or len(self.ahead[0]) != len(accepted):
+        if self.ahead is None or self.ahead[0] != len(accepted):
             return aggregate(self.bound, self.state, accepted, cohort([r.id for r in accepted]))
-        _, made, changed = self.ahead
+        draft = self.ahead[1]
         if not self.sound:
-            raise _broken(changed)
-        return made
+            raise _broken(draft.changed)
+        return draft.decided(self.bound, self.told)
 
 
 def _floating(reply: Reply) -> Leaves:
@@ -228,16 +267,15 @@ def aggregate(
     bound: Bound, state: ServerState, accepted: Sequence[Reply], cohort: Cohort, when: str = "round"
 ) -> ServerState:
     """Reduces the accepted messages, runs the stages, and moves the server's leaves."""
-    made, changed = _aggregated(bound, state, accepted, cohort, when)
-    if not tree.all_finite(changed):
-        raise _broken(changed)
-    return made
+    draft = _aggregated(bound, state, accepted, cohort, when)
+    (sound,), told = tree.finite([draft.changed], draft.questions())
+    if not sound:
+        raise _broken(draft.changed)
+    return draft.decided(bound, told)
 
 
-def _aggregated(
-    bound: Bound, state: ServerState, accepted: Sequence[Reply], cohort: Cohort, when: str
-) -> tuple[ServerState, Leaves]:
-    """The server after a round, and the leaves that have moved and are still to be looked at."""
+def _aggregated(bound: Bound, state: ServerState, accepted: Sequence[Reply], cohort: Cohort, when: str) -> Draft:
+    """The server after a round, for which nobody waits."""
     messages = [r.message for r in accepted]
     reducers = bound.method.reducers(when)
     reduced: Message = {}
@@ -248,7 +286,7 @@ def _aggregated(
         if stage.when == when and messages:
             for name, (entry, reducer) in stage.also.items():
                 reduced[name] = reducer.reduce(entry, messages, cohort.rows)
-    memory = dict(state.memory)
+    memory, asked = dict(state.memory), dict[str, Leaves]()
     off = personal_now(bound, state)
     delta = reduced.get("delta", {})
     aside = {name: delta[name] for name in off if name in delta}
@@ -259,11 +297,14 @@ def _aggregated(
             reduced, kept = server_stage.fn(reduced, memory.get(server_stage.owner, {}), cohort)
             if server_stage.owner in memory:
                 memory[server_stage.owner] = kept
+            if "asked" in reduced:
+                asked[server_stage.owner] = reduced["asked"]
+                reduced = {entry: value for entry, value in reduced.items() if entry != "asked"}
     if aside:
         reduced["delta"] = {**reduced["delta"], **aside, **reduced.get("personal", {})}
         memory = _forget(memory, bound.server_memory, off)
     leaves, changed = _moved(state.leaves, reduced)
-    return ServerState(leaves, memory, state.round + (when != "setup")), changed
+    return Draft(ServerState(leaves, memory, state.round + (when != "setup")), changed, asked, cohort)
 
 
 def personal_now(bound: Bound, state: ServerState) -> tuple[str, ...]:
@@ -309,35 +350,3 @@ def _moved(leaves: Leaves, reduced: Message) -> tuple[Leaves, Leaves]:
 
 def _broken(changed: Leaves) -> RunError:
     return RunError(f"the server's leaf {_first_bad(changed)!r} is no longer finite after the server stages")
-
-
-def bytes_down(bound: Bound, sent: Dispatch, *, newcomer: bool = False) -> dict[str, int]:
-    """Tensor bytes sent to one client, by kind; addressed messages left out, and leaves that are personal now.
-
-    A newcomer (first participation, after round one) has no value of its own yet and is sent those too.
-    """
-    post = sent.post
-    found: dict[str, int] = {}
-    held = set() if newcomer else set(sent.personal)
-    for name, spec in bound.specs.items():
-        if _travels_down(spec) and name not in held:
-            kind = "buffers" if spec.buffer else "parameters"
-            found[kind] = found.get(kind, 0) + post.leaves[name].nbytes
-    for owner, values in post.broadcast.items():
-        for kind, part in by_kind(owner, values).items():
-            found[kind] = found.get(kind, 0) + tree.size_in_bytes(part)
-    return found
-
-
-def by_kind(entry: str, value: Leaves) -> dict[str, Leaves]:
-    """An entry of a message by kind: parameters, buffers, counts, and by its name what is none of these."""
-    kind = {"delta": "parameters", "buffers": "buffers", "counters": "buffers"}.get(entry)
-    if kind is not None:
-        return {kind: value}
-    counts = {k: v for k, v in value.items() if k in ("count", "known")}
-    rest = {k: v for k, v in value.items() if k not in counts}
-    return {k: v for k, v in ((entry, rest), ("counts", counts)) if v}
-
-
-def _travels_down(spec: LeafSpec) -> bool:
-    return spec.copy == "main" and spec.kind in ("shared", "mirrored")

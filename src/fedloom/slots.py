@@ -181,8 +181,7 @@ class Sweep:
         copy: the copy of the model.
         taps: as for terms.
         train: whether modules are in training mode.
-        batch_size: rows of a batch, for statistics that are not sums over rows; ``"run"`` for the run's,
-            ``"full"`` for all at once, None for any.
+        batch_size: rows of a batch, for statistics that are no sums over rows; ``"run"`` for the run's, ``"full"`` for all, None for any.
     """
 
     name: str
@@ -230,8 +229,7 @@ class Phase:
         project: ``(leaves, seen) -> changed leaves``, after each gradient step.
         after: the same, once after each batch.
         eval_norm: normalisation layers (by pattern) that are in evaluation mode.
-        until: ``(seen, losses, step) -> bool tensor``: the client goes on while it is true; ``losses`` are the last
-            ten. Once false it stays false.
+        until: ``(seen, losses, step) -> bool tensor``: the client goes on while it is true; ``losses`` are the last ten. False stays.
         thaw: whether leaves of the kind ``frozen`` move too (fine-tuning in an adapt program).
     """
 
@@ -356,6 +354,7 @@ class ServerStage:
         fn: the stage: it leaves alone what it is given, since it is called again where a reply turns out not to be finite.
         memory: initial server memory of the owner, ``(facts) -> dict of tensors``.
         when: the program after whose replies it runs.
+        decide: ``(memory, told, cohort) -> changed entries`` by the values of ``reduced["asked"]``, in the round's one answer of the device.
         report: ``(memory) -> facts`` of the round (numbers, texts, lists, dictionaries), found in its record by the owner's name.
     """
 
@@ -363,6 +362,7 @@ class ServerStage:
     fn: Callable[[Message, Leaves, Cohort], tuple[Message, Leaves]]
     memory: Callable[[Facts], Leaves] | None = None
     when: Literal["round", "setup"] = "round"
+    decide: Callable[[Leaves, Mapping[str, float], Cohort], Leaves] | None = None
     report: Callable[[Leaves], Mapping[str, Any]] | None = None
 
 

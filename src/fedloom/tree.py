@@ -105,12 +105,16 @@ def spread(value: Any, path: tuple[Hashable, ...] = ()) -> dict[tuple[Hashable, 
     if isinstance(value, Tensor):
         return {path: value}
     found: dict[tuple[Hashable, ...], Tensor] = {}
+    _spread(value, path, found)
+    return found
+
+
+def _spread(value: Any, path: tuple[Hashable, ...], found: dict[tuple[Hashable, ...], Tensor]) -> None:
     for key, part in value.items() if isinstance(value, dict) else enumerate(value):
         if isinstance(part, Tensor):
             found[(*path, key)] = part
         elif part:
-            found |= spread(part, (*path, key))
-    return found
+            _spread(part, (*path, key), found)
 
 
 def flat(a: Leaves) -> Tensor:
@@ -129,8 +133,10 @@ def all_finite(a: Leaves) -> bool:
 
 
 def off(gates: Leaves) -> list[str]:
-    """Names of the tensors of one element that are zero, in one answer from the device."""
-    return [name for name, value in zip(gates, transfer.read(list(gates.values())), strict=True) if not value]
+    """Names of the tensors of one element that are zero, in one answer from the device where they are not the host's."""
+    values = list(gates.values())
+    told = [v.item() for v in values] if all(v.is_cpu for v in values) else transfer.read(values)
+    return [name for name, value in zip(gates, told, strict=True) if not value]
 
 
 def finite(trees: Sequence[Leaves], others: Sequence[Tensor] = ()) -> tuple[list[bool], list[float]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -114,39 +114,44 @@ class _Lag:
             found |= {f"{what}:{layer}": torch.zeros((), dtype=torch.float64) for layer in layers}
         return found
 
-    def layers(self, structure: Structure, gated: Sequence[str]) -> Layers:
+    def layers(self, structure: Structure, gated: Collection[str]) -> Layers:
         """The rankable layers in forward order: a module's shared leaves together, or each tensor by itself."""
-        whole = {m: tuple(n for n in names if n in set(gated)) for m, names in structure.layers().items()}
+        there = set(gated)
+        whole = {m: tuple(n for n in names if n in there) for m, names in structure.layers().items()}
         if self.granularity == "tensor":
             return {name: (name,) for names in whole.values() for name in names}
         return {module: names for module, names in whole.items() if names}
 
     def stage(self, reduced: Message, memory: Leaves, cohort: Cohort) -> tuple[Message, Leaves]:
-        """Scores the layers, decides which are personal in the next round, keeps the mean of those that are now."""
+        """Scores the layers, and keeps the mean of those that are personal now."""
         gated = [i.name for i in cohort.structure.leaves if f"gate:{i.name}" in memory]
         layers = self.layers(cohort.structure, gated)
         updates = reduced["lag"]
         rated = self.rate([[updates[leaf] for leaf in leaves] for leaves in layers.values()])
         made = dict(memory)
-        off: set[str] = set()
         if self.k:
-            off = set(tree.off({leaf: memory[f"gate:{leaf}"] for leaf in gated}))
+            off = set(tree.off(_common(memory, "gate:")))
             fixed = layers if self.select == "conflict" else self.choose(dict.fromkeys(layers, 0.0))
             stored = [leaf for name in fixed for leaf in layers[name]]
             reduced, made = self.average(reduced, made, cohort, stored, off)
-        # All that the device has to do has been begun: from here on its scores are waited for.
-        told = rated.tolist()
-        scores = {
-            n: _ten_digits(v) if self.score == "variance" else float(v) for n, v in zip(layers, told, strict=True)
-        }
-        totals = {name: float(memory[f"total:{name}"]) + value for name, value in scores.items()}
-        for what, values in (("score", scores), ("total", totals)):
-            made |= {f"{what}:{name}": torch.tensor(v, dtype=torch.float64) for name, v in values.items()}
-        chosen = self.decide(scores, totals, cohort) if self.k else None
+        return {**reduced, "asked": dict(zip(layers, rated.unbind(), strict=True))}, made
+
+    def decide(self, memory: Leaves, told: Mapping[str, float], cohort: Cohort) -> Leaves:
+        """This round's scores and their sums, and the gates that turn: nothing that the device would have to do."""
+        scores = {name: _ten_digits(v) if self.score == "variance" else v for name, v in told.items()}
+        before = _common(memory, "total:")
+        totals = {name: before[name].item() + value for name, value in scores.items()}
+        numbers = torch.tensor([*scores.values(), *totals.values()], dtype=torch.float64).unbind()
+        names = [f"{what}:{name}" for what in ("score", "total") for name in scores]
+        made = dict(zip(names, numbers, strict=True))
+        chosen = self.scheduled(scores, totals, cohort) if self.k else None
         if chosen is not None:
+            gated = _common(memory, "gate:")
+            layers = self.layers(cohort.structure, gated)
             now = {leaf for name in chosen for leaf in layers[name]}
-            made |= {f"gate:{n}": torch.full_like(memory[f"gate:{n}"], float(n not in now)) for n in now ^ off}
-        return reduced, made
+            turned = now ^ set(tree.off(gated))
+            made |= {f"gate:{n}": torch.full_like(gated[n], float(n not in now)) for n in turned}
+        return made
 
     def rate(self, layers: Sequence[Sequence[Tensor]]) -> Tensor:
         """The score of each layer, still on the device; a few Gram matrices are there at a time."""
@@ -185,7 +190,7 @@ class _Lag:
             torch._foreach_add_(mean, parts[first : first + len(off)])
         return {**reduced, "personal": dict(zip(off, mean, strict=True))}, memory
 
-    def decide(self, scores: dict[str, float], totals: dict[str, float], cohort: Cohort) -> tuple[str, ...] | None:
+    def scheduled(self, scores: dict[str, float], totals: dict[str, float], cohort: Cohort) -> tuple[str, ...] | None:
         """The personal layers of the next round, as the schedule has it; None for those of this one."""
         waiting = self.warmup if cohort.rounds is None else min(self.warmup, cohort.rounds // 2)
         if self.schedule == "warmup_once":
@@ -292,7 +297,11 @@ def lag(
             method = method.replacing_gate(OWNER, rankable, gates)
         return method.adding(
             stages=(Stage(owner=OWNER, fn=_nothing, also={"lag": ("delta", stack())}),),
-            server=(ServerStage(owner=OWNER, fn=options.stage, memory=options.memory, report=options.report),),
+            server=(
+                ServerStage(
+                    owner=OWNER, fn=options.stage, memory=options.memory, decide=options.decide, report=options.report
+                ),
+            ),
         )
 
     return apply

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -18,6 +18,7 @@ from fedloom.engines.vectorised.layout import Stacked
 from fedloom.engines.vectorised.sweeping import Grounds
 from fedloom.engines.vectorised.traced import TRACE_STEPS, Traces
 from fedloom.errors import RunError, UserError
+from fedloom.particulars import Particulars
 from fedloom.slots import Program
 from fedloom.work import Participant, Post, Reply, Work
 
@@ -48,6 +49,8 @@ class VectorisedEngine:
         self.pools = Pools()
         self.traces = None if step == "mapped" else Traces(TRACE_STEPS if step == "auto" else 1, step == "compiled")
         self.arenas, self.grounds = Arenas(), Grounds()
+        self._ahead: Particulars | None = None
+        self._sizes: dict[Hashable, tuple[Bound, Work, int]] = {}
         self.events: list[str] = []
         self.told: Callable[[int], None] | None = None
 
@@ -69,17 +72,24 @@ class VectorisedEngine:
         self.pools.plans.foresee(bound, work, round, asked)
         if not asked or self.unpadded:
             return
+        wave = self._waves(bound, work, asked, there.device)[0]
         try:
-            self.pools.foresee(bound, work, round, self._waves(bound, work, asked, there.device)[0], SWEEP_GRAIN)
+            self.pools.foresee(bound, work, round, wave, SWEEP_GRAIN)
+            self._ahead = Particulars(bound, work, round, wave, Stacked(self.pools), there.device)
         except torch.OutOfMemoryError:  # there will be room when this round's replies are gone
             self.pools.clear()
 
     def _waves(
         self, bound: Bound, work: Work, people: Sequence[Participant], device: torch.device
     ) -> list[list[Participant]]:
-        rows = max(len(p.site.train) for p in people)
-        most = self.wave or waves.wave_size(bound, work, rows, device.type)
-        return waves.cut(waves.side_by_side(bound, people), most)
+        return waves.cut(waves.side_by_side(bound, people), self.wave or self._most(bound, work, people, device.type))
+
+    def _most(self, bound: Bound, work: Work, people: Sequence[Participant], device: str) -> int:
+        rows = max([len(p.site.train) for p in people])
+        key = (id(bound), id(work), rows, device)
+        if key not in self._sizes:
+            self._sizes = {key: (bound, work, waves.wave_size(bound, work, rows, device))}
+        return self._sizes[key][2]
 
     def facts(self) -> dict[str, Any]:
         """What was resolved, and what happened since: for the run's record."""
@@ -94,7 +104,7 @@ class VectorisedEngine:
             captured = self._captures(next(iter(post.leaves.values())))
             arenas, grounds = (self.arenas, self.grounds) if captured else (None, None)
             layout = Stacked(self.pools, self.traces, unpadded=self.unpadded, arenas=arenas, grounds=grounds)
-            desk = Desk(bound, work, post, wave, layout)
+            desk = Desk(bound, work, post, wave, layout, self._ahead)
             desk.run(program)
             return desk.replies(read=False)
         except torch.OutOfMemoryError as error:

@@ -99,6 +99,7 @@ class Pools:
         phase = bound.phases[phases[0].name]
         name, feed = _name(bound, work, round, phase, wave), self.feed(bound, work, round, phase, wave)
         self._ahead = (name, (bound, work, wave), feed)  # these are held, since the name tells them by their addresses
+        feed.first = feed.batch(feed.ticks[0]) if feed.ticks else None
         sweep = next((step for step in bound.method.schedule.round if isinstance(step, Sweep)), None)
         if sweep is not None:
             size, dtype = sweep_size(work, sweep, wave[0].site.train), bound.structure.dtype
@@ -226,6 +227,8 @@ class Feed:
         self.pool = pool
         device = pool.y.device
         self.made = [len(p) for p in plans]
+        self.planned = onto(torch.tensor(self.made, dtype=dtype), device)
+        self.first: Batch | None = None
         clients, steps = len(plans), max(self.made, default=0)
         rows = [rows for plan in plans for step in plan for rows in step]
         made = np.zeros((clients, steps, groups), np.int64)
@@ -286,8 +289,12 @@ class Feed:
             yield self.ticks[first : first + size], made
 
     def batch(self, tick: Tick) -> Batch:
-        """The batch of a step."""
-        made, t = None, tick.step
+        """The batch of a step; the first one may be there already."""
+        made, t = self.first, tick.step
+        if made is not None and tick is self.ticks[0]:
+            self.first = None
+            return made
+        made = None
         for group in reversed(range(self.index.shape[1])):
             width = tick.widths[group]
             mask = self.masks[t, group, : tick.clients, :width] if tick.masked and self.masks is not None else None

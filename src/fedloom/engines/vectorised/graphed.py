@@ -48,8 +48,16 @@ class Arenas:
         self.used: dict[Hashable, Known] = {}
         self.refused: set[Hashable] = set()
         self.notes: list[str] = []
+        self.last: tuple[Hashable, tuple[Tensor, ...]] | None = None
         self.pool: Any = None
         self.side: Any = None
+
+    def told(self, numbers: tuple[float, ...], device: torch.device) -> tuple[Tensor, ...]:
+        """Numbers on a device, where those of the last phase often are already."""
+        if self.last is None or self.last[0] != (numbers, device):
+            together = onto(torch.tensor(numbers, dtype=torch.float64), device)
+            self.last = ((numbers, device), together.unbind(0))
+        return self.last[1]
 
     def keep(self, key: Hashable, arena: Arena) -> None:
         """Keeps an arena and drops the one unused for longest."""
@@ -160,8 +168,7 @@ class GraphedStepper(MappedStepper):
         clients = len(self.desk.participants)
         dtype = self.params[0].dtype
         total = self.total if self.total is not None else torch.zeros(clients, dtype=dtype, device=n.device)
-        numbers = [*(float(s.step) for s in self.states), *(lr for _, _, lr in self.groups)]
-        told = onto(torch.tensor(numbers, dtype=torch.float64), n.device).unbind(0)
+        told = self.arenas.told((*(float(s.step) for s in self.states), *(lr for _, _, lr in self.groups)), n.device)
         counts, rates = list(told[: len(self.states)]), list(told[len(self.states) :])
         slots = [s.slots for s in self.all_states]
         return leaves, private, common_of(self.desk), slots, counts, self.carry, total, rates

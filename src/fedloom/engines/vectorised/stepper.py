@@ -20,7 +20,6 @@ from fedloom.engines.vectorised.feed import Pools, Tick
 from fedloom.engines.vectorised.traced import Attached, Traces
 from fedloom.optim import OptState
 from fedloom.stepping import Stepper
-from fedloom.transfer import onto
 from fedloom.types import EACH, Batch, Leaves, Memory
 
 Known = tuple[frozenset[str], frozenset[str]]
@@ -49,8 +48,7 @@ class MappedStepper(Stepper):
         self.unpadded = unpadded
         self.traces = traces
         self.name: Hashable = (id(desk.bound), phase.phase.name, people[0].key)
-        n: Tensor = self.private["n"]
-        self.planned = onto(torch.tensor(self.feed.made, dtype=n.dtype), n.device)
+        self.planned = self.feed.planned
         self.all = (self.leaves, self.params, self.private)
         self.all_states: list[OptState] = []
         self.own = {
