@@ -7,13 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedloom.kernels.cohort import _Lifted, serves
+from fedloom.kernels.cohort import _Lifted, clients, serves
 from fedloom.kernels.crossentropies import UNUSED
 from fedloom.kernels.rows import _laid
 
-CLASSES = 64
-ROWS = 1024
-"""Most classes and rows of a client's; larger products are faster as torch has them."""
+CLASSES, ROWS = 64, 1024
+"""Most classes and rows of a client."""
+PRODUCTS = 1 << 26
+"""Most products (rows times channels times classes) of a cohort: of larger ones torch's kernels are the faster."""
 
 
 def classified(
@@ -42,6 +43,8 @@ def classified(
     """
     given = [t for t in (u, y, mask, extra) if t is not None]
     if not _fits(u, weight, bias, y, mask, extra) or not serves(weight, bias, shared=given):
+        return None
+    if clients(weight) * u.numel() * weight.shape[0] > PRODUCTS:
         return None
     value: Tensor = _Lifted.apply(  # type: ignore[no-untyped-call]
         _CohortClassifier, u, weight, bias, y, mask, extra, float(scale), float(share)

@@ -4,8 +4,8 @@ With z = u W^T + b, p its softmax, m the mask, n = max(1, sum m), and G = a m / 
 
     v = (a sum m (log sum exp z - z_y) + l sum m e) / n      du = dv G W      dW = dv G^T u      db = dv sum G      de = dv l m / n
 
-Products are sums of whole tiles (rows, classes, channels), exact to the type whatever TF32 allows, and sums have an order: they
-repeat bit for bit. Imported on machines with CUDA only.
+All tensors are of one type, float32 or float64; products are made in it whatever TF32 allows, and sums have an order: they repeat
+bit for bit. Imported on machines with CUDA only.
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc,type-arg,import-untyped,import-not-found"
@@ -19,9 +19,8 @@ from torch import Tensor
 
 from fedloom.kernels.distances import _block, _types
 
-TILE = 8192
-"""Values of a tile (rows, classes, channels)."""
-WARPS = 8
+LEAST = 16
+"""Fewest rows, classes or channels of a tile: those of a product in Triton."""
 ALONE = 64
 """Up to so many rows and channels one program makes a client's value by itself; else programs make parts of it."""
 
@@ -53,16 +52,16 @@ def _classify(
     client = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * R + tl.arange(0, R)
     k = tl.arange(0, K)
-    products = tl.zeros((R, K, B), WIDE)
+    z = tl.zeros((R, K), WIDE)
     for first in range(0, width, B):
         c = first + tl.arange(0, B)
         own = (i < rows)[:, None] & (c < width)[None, :]
-        here = tl.load(u + client * by_u + i[:, None] * width + c[None, :], mask=own, other=0.0).to(WIDE)
-        own = (k < classes)[:, None] & (c < width)[None, :]
-        w = tl.load(weight + client * by_w + k[:, None] * width + c[None, :], mask=own, other=0.0).to(WIDE)
-        products += here[:, None, :] * w[None, :, :]
+        here = tl.load(u + client * by_u + i[:, None] * width + c[None, :], mask=own, other=0.0)
+        own = (c < width)[:, None] & (k < classes)[None, :]
+        w = tl.load(weight + client * by_w + k[None, :] * width + c[:, None], mask=own, other=0.0)
+        z = tl.dot(here, w, z, input_precision="ieee", out_dtype=WIDE)
     there = (k < classes)[None, :]
-    z = tl.sum(products, 2) + tl.load(bias + client * by_b + k, mask=k < classes, other=0.0).to(WIDE)[None, :]
+    z += tl.load(bias + client * by_b + k, mask=k < classes, other=0.0)[None, :]
     top = tl.max(tl.where(there, z, LOW), 1)
     lse = top + tl.log(tl.sum(tl.where(there, tl.exp(z - top[:, None]), 0.0), 1))
     label = tl.load(y + client * by_y + i, mask=i < rows, other=0).to(tl.int64)
@@ -82,43 +81,37 @@ def _classify(
 
 
 @triton.jit
-def _residuals(residual, i, k, rows, classes):
-    there = (i < rows)[:, None] & (k < classes)[None, :]
-    return tl.load(residual + i[:, None] * classes + k[None, :], mask=there, other=0.0)
-
-
-@triton.jit
 def _to_parameters(
     u, residual, slope, dw, db, c, rows, width, classes,
     WIDE: tl.constexpr, R: tl.constexpr, K: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
     k = tl.arange(0, K)
-    products = tl.zeros((R, K, B), WIDE)
-    sums = tl.zeros((R, K), WIDE)
+    product = tl.zeros((K, B), WIDE)
+    sums = tl.zeros((K, R), WIDE)
     for first in range(0, rows, R):
         i = first + tl.arange(0, R)
-        g = _residuals(residual, i, k, rows, classes)
+        own = (k < classes)[:, None] & (i < rows)[None, :]
+        g = tl.load(residual + i[None, :] * classes + k[:, None], mask=own, other=0.0)
         own = (i < rows)[:, None] & (c < width)[None, :]
-        here = tl.load(u + i[:, None] * width + c[None, :], mask=own, other=0.0).to(WIDE)
-        products += g[:, :, None] * here[:, None, :]
+        here = tl.load(u + i[:, None] * width + c[None, :], mask=own, other=0.0)
+        product = tl.dot(g, here, product, input_precision="ieee", out_dtype=WIDE)
         sums += g
-    made = slope * tl.sum(products, 0)
     own = (k < classes)[:, None] & (c < width)[None, :]
-    tl.store(dw + k[:, None] * width + c[None, :], made.to(dw.dtype.element_ty), mask=own)
+    tl.store(dw + k[:, None] * width + c[None, :], slope * product, mask=own)
     if tl.program_id(1) == 0:
-        total = slope * tl.sum(sums, 0)
-        tl.store(db + k, total.to(db.dtype.element_ty), mask=k < classes)
+        tl.store(db + k, slope * tl.sum(sums, 1), mask=k < classes)
 
 
 @triton.jit
 def _to_features(weight, residual, slope, du, i, c, rows, width, classes, WIDE: tl.constexpr, K: tl.constexpr):
     k = tl.arange(0, K)
-    g = _residuals(residual, i, k, rows, classes)
+    own = (i < rows)[:, None] & (k < classes)[None, :]
+    g = tl.load(residual + i[:, None] * classes + k[None, :], mask=own, other=0.0)
     own = (k < classes)[:, None] & (c < width)[None, :]
-    w = tl.load(weight + k[:, None] * width + c[None, :], mask=own, other=0.0).to(WIDE)
-    made = slope * tl.sum(g[:, :, None] * w[None, :, :], 1)
+    w = tl.load(weight + k[:, None] * width + c[None, :], mask=own, other=0.0)
+    product = tl.dot(g, w, input_precision="ieee", out_dtype=WIDE)
     own = (i < rows)[:, None] & (c < width)[None, :]
-    tl.store(du + i[:, None] * width + c[None, :], made.to(du.dtype.element_ty), mask=own)
+    tl.store(du + i[:, None] * width + c[None, :], slope * product, mask=own)
 
 
 @triton.jit
@@ -167,7 +160,7 @@ def classified(
     share: float,
     unused: int,
 ) -> tuple[Tensor, Tensor]:
-    """Each client's v, and G; in float64 where u is of that type, else in float32.
+    """Each client's v, and G.
 
     Args:
         u: (clients, rows, channels), each client's without gaps, as of all tensors; of what clients share the stride is 0.
@@ -182,17 +175,15 @@ def classified(
     """
     clients, rows, width = u.shape
     classes = weight.shape[1]
-    kind, wide = _types(u)
     tall, deep, across = _forward_tile(rows, width, classes)
     pieces = triton.cdiv(rows, tall)
-    residual = torch.empty(clients, rows, classes, dtype=kind, device=u.device)
-    parts = torch.empty(clients, pieces, dtype=kind, device=u.device)
+    residual, parts = u.new_empty(clients, rows, classes), u.new_empty(clients, pieces)
     given = [bias if t is None else t for t in (mask, extra)]
     strides = [t.stride(0) for t in (u, weight, bias, y, *given)]
     _classify[(clients, pieces)](
         u, weight, bias, y, *given, residual, parts, rows, width, classes, unused, *strides, scale, share,
-        MASKED=mask is not None, EXTRA=extra is not None, WIDE=wide, LOW=-1e308 if kind == torch.float64 else -3e38,
-        R=tall, K=deep, B=across, M=_block(rows), num_warps=WARPS,
+        MASKED=mask is not None, EXTRA=extra is not None, WIDE=_types(u)[1], LOW=-1e308 if u.dtype == torch.float64 else -3e38,
+        R=tall, K=deep, B=across, M=_block(rows), num_warps=8,
     )  # fmt: skip
     return parts[:, 0] if pieces == 1 else parts.sum(1), residual
 
@@ -213,29 +204,30 @@ def classified_back(
     clients, rows, width = u.shape
     classes = weight.shape[1]
     tall, deep, across = _backward_tile(rows, width, classes)
-    du = torch.empty(u.shape if inner else (1,), dtype=u.dtype, device=u.device)
-    dw, db = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (weight, bias))
-    de = torch.empty((1,) if extra is None else (clients, rows), dtype=extra or u.dtype, device=u.device)
+    du, dw, db = (t.new_empty(t.shape) for t in (u, weight, bias))
+    de = u.new_empty(clients, rows, dtype=extra or u.dtype)
     flags = bias if mask is None else mask
     strides = [t.stride(0) for t in (u, weight, flags, dv)]
     grid = (clients, triton.cdiv(width, across), 1 + (triton.cdiv(rows, tall) if inner else 0))
     _classify_back[grid](
         u, weight, residual, flags, dv, du, dw, db, de, rows, width, classes, *strides, share,
         MASKED=mask is not None, EXTRA=extra is not None, WIDE=_types(u)[1],
-        R=tall, K=deep, B=across, M=_block(rows), num_warps=WARPS,
+        R=tall, K=deep, B=across, M=_block(rows), num_warps=4,
     )  # fmt: skip
     return du if inner else None, dw, db, None if extra is None else de
 
 
 def _forward_tile(rows: int, width: int, classes: int) -> tuple[int, int, int]:
-    deep = triton.next_power_of_2(classes)
+    tall, deep, across = _sides(rows, classes, width)
     if rows <= ALONE and width <= ALONE:
-        tall = triton.next_power_of_2(rows)
-        return tall, deep, max(1, min(triton.next_power_of_2(width), 2 * TILE // (tall * deep)))
-    across = min(triton.next_power_of_2(width), 128)
-    return max(1, min(triton.next_power_of_2(rows), TILE // (deep * across))), deep, across
+        return tall, deep, min(across, 32)
+    return LEAST, deep, min(across, 64 if deep <= LEAST else 32)
 
 
 def _backward_tile(rows: int, width: int, classes: int) -> tuple[int, int, int]:
-    deep, across = triton.next_power_of_2(classes), min(triton.next_power_of_2(width), 32)
-    return max(1, min(triton.next_power_of_2(rows), TILE // (deep * across))), deep, across
+    tall, deep, across = _sides(rows, classes, width)
+    return min(tall, 32), deep, min(across, 32)
+
+
+def _sides(*sizes: int) -> tuple[int, ...]:
+    return tuple(max(LEAST, triton.next_power_of_2(size)) for size in sizes)
