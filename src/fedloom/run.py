@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fedloom import evaluation, rng, sampling, server
+from fedloom import evaluation, rng, sampling, server, tree
 from fedloom.bound import Bound
 from fedloom.client import Desk
 from fedloom.data import Rows
@@ -30,6 +30,8 @@ Record = dict[str, Any]
 SERVER = "server"
 JUDGED = 1024
 """Clients that are tested at a time: what they keep is in memory together."""
+HELD = 1 << 26
+"""Bytes of clients' models up to which the tensors of a round are given up while the device is at work on the next one, not before."""
 
 
 @dataclass(slots=True)
@@ -72,8 +74,9 @@ class Run:
     adapt_epochs: int = 5
     told: list[Reply] = field(default_factory=list)
     watch: Callable[[Bound, ServerState, Outcome], None] | None = None
-    _roster: tuple[Mapping[str, Site], sampling.Roster] | None = None
+    _roster: tuple[Mapping[str, Site], sampling.Roster, Mapping[str, int]] | None = None
     _drawn: tuple[sampling.Roster, int, sampling.Drawn] | None = None
+    _gone: object = None
 
     @property
     def roster(self) -> sampling.Roster:
@@ -84,7 +87,7 @@ class Run:
                 if isinstance(self.sites, Sites)
                 else {name: len(site.train) for name, site in self.sites.items()}
             )
-            self._roster = (self.sites, sampling.Roster.of(rows))
+            self._roster = (self.sites, sampling.Roster.of(rows), rows)
         return self._roster[1]
 
     def at(self, round: int) -> Bound:
@@ -94,16 +97,18 @@ class Run:
 
     def cohort(self, ids: Sequence[str], round: int) -> Cohort:
         """What server stages know of a cohort."""
+        roster = self.roster
+        assert self._roster is not None
         return Cohort(
             ids=tuple(ids),
-            rows=self.roster.rows if ids is self.roster.ids else tuple(len(self.sites[i].train) for i in ids),
+            rows=roster.rows if ids is roster.ids else tuple([self._roster[2][i] for i in ids]),
             population=len(self.sites),
             round=round,
             leaves=self.state.leaves,
             lr=self.work.optimizer.lr_at(round, self.work.rounds),
             structure=self.at(round).structure,
             seed=self.work.seed,
-            order=self.roster.ids,
+            order=roster.ids,
             rounds=self.work.rounds,
         )
 
@@ -179,6 +184,7 @@ class Run:
         people = [self.participant(i, sent, (shares or {}).get(i, 1.0)) for i in working]
         replies = self._replies(bound, sent.post, people)
         sorting = server.Sorting(bound, self.state, replies)
+        self._gone = None
         self._foresee(round + 1, {r.id for r in replies})
         sorting.anticipate(lambda ids: self.cohort(ids, round))
         if meanwhile is not None and not any(sorting.faults):
@@ -195,6 +201,8 @@ class Run:
         for reply in outcome.accepted:
             self.clients[reply.id] = reply.state
         self._own_work(bound, round)
+        if len(people) * tree.size_in_bytes(sent.post.leaves) <= HELD:
+            self._gone = (people, sorting)
         return outcome, sent
 
     def _foresee(self, round: int, before: Collection[str]) -> None:
@@ -331,6 +339,7 @@ def rounds(
         record = {"round": round, **facts, **metrics, **times}
         if after(record):
             break
+    run._gone = None
 
 
 def synchronise(run: Run) -> None:

@@ -130,6 +130,36 @@ def test_server_stages_never_act_on_a_reply_that_is_rejected(engine: str) -> Non
 
 
 @pytest.mark.parametrize("engine", ["loop", "vectorised"])
+def test_a_stage_decides_by_what_it_asked_of_the_accepted_replies(engine: str) -> None:
+    """Once a round, by the numbers of the aggregate that is kept: not by those of one in which a reply is not finite."""
+    heard: list[dict[str, float]] = []
+
+    def ask(reduced, memory, cohort):  # type: ignore[no-untyped-def]
+        clients = torch.tensor(len(cohort), dtype=torch.int64)
+        asked = {"size": max(v.abs().max() for v in reduced["delta"].values()), "clients": clients}
+        return {**reduced, "asked": asked}, {**memory, "seen": memory["seen"] + 1}
+
+    def decide(memory, told, cohort):  # type: ignore[no-untyped-def]
+        heard.append(dict(told))
+        assert int(memory["seen"]) == cohort.round
+        return {"most": torch.tensor(max(float(memory["most"]), told["size"]), dtype=torch.float64)}
+
+    def begin(facts):  # type: ignore[no-untyped-def]
+        return {"seen": torch.zeros((), dtype=torch.int64), "most": torch.zeros((), dtype=torch.float64)}
+
+    # A stage that comes later sees nothing of what was asked.
+    late = ServerStage(owner="late", fn=lambda r, m, c: (r, m) if "asked" not in r else ({}, m))
+    method = fl.fedavg().adding(server=(ServerStage(owner="odd", fn=ask, memory=begin, decide=decide), late))
+    for chosen, clients in ((method, 4), (poison(method, "2"), 3)):
+        heard.clear()
+        state = run_of(fit(chosen, mlp(), DATA, engine=engine, rounds=3)).state
+        rounds = heard[-3:]  # an engine may have been tried before
+        assert [told["clients"] for told in rounds] == [clients] * 3
+        assert 0 < float(state.memory["odd"]["most"]) == max(told["size"] for told in rounds)
+        assert int(state.memory["odd"]["seen"]) == 3
+
+
+@pytest.mark.parametrize("engine", ["loop", "vectorised"])
 def test_a_server_stage_that_breaks_the_model_stops_the_run(engine: str) -> None:
     stage = ServerStage(
         owner="boom", fn=lambda r, m, c: ({**r, "delta": {k: v * torch.inf for k, v in r["delta"].items()}}, m)

@@ -147,10 +147,12 @@ class _Lag:
         chosen = self.scheduled(scores, totals, cohort) if self.k else None
         if chosen is not None:
             gated = _common(memory, "gate:")
-            layers = self.layers(cohort.structure, gated)
-            now = {leaf for name in chosen for leaf in layers[name]}
-            turned = now ^ set(tree.off(gated))
-            made |= {f"gate:{n}": torch.full_like(gated[n], float(n not in now)) for n in turned}
+            now = set(chosen) if self.granularity == "tensor" else _leaves(chosen, cohort.structure) & gated.keys()
+            here = all(v.is_cpu for v in gated.values())  # after a checkpoint they are where all else is
+            turned = now ^ set(tree.off(gated)) if here else gated.keys()
+            kind = next(iter(gated.values())).dtype
+            values = torch.tensor([float(n not in now) for n in turned], dtype=kind).unbind()
+            made |= {f"gate:{n}": v for n, v in zip(turned, values, strict=True)}
         return made
 
     def rate(self, layers: Sequence[Sequence[Tensor]]) -> Tensor:
@@ -219,6 +221,10 @@ class _Lag:
         """One row of the layer x round matrix of scores, and the layers that are personal in the next round."""
         scores = {name: float(value) for name, value in _common(memory, "score:").items()}
         return {"score": scores, "personal": tree.off(gates({OWNER: memory}))}
+
+
+def _leaves(modules: Collection[str], structure: Structure) -> set[str]:
+    return {leaf.name for leaf in structure.leaves if leaf.module in modules}
 
 
 def gates(memory: Memory) -> Leaves:

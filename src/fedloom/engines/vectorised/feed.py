@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -88,7 +89,7 @@ class Pools:
         self._kept: OrderedDict[tuple[int, ...], Pool] = OrderedDict()
         self._held = 0
         self._ahead: tuple[Hashable, tuple[Any, ...], Feed] | None = None
-        self._swept: tuple[Hashable, Pool, list[tuple[Tensor, Tensor | None]]] | None = None
+        self._swept: tuple[Hashable, Pool, list[tuple[Tensor, Tensor | None]], list[Batch]] | None = None
 
     def foresee(self, bound: Bound, work: Work, round: int, wave: Sequence[Participant], grain: int) -> None:
         """Lays out the first phase and the first sweep of a round to come, which was planned, for its first wave."""
@@ -104,18 +105,20 @@ class Pools:
         if sweep is not None:
             size, dtype = sweep_size(work, sweep, wave[0].site.train), bound.structure.dtype
             pool = self.of([p.site.train for p in wave])
-            self._swept = ((id(pool), dtype, size, grain), pool, lay_out(pool, dtype, size, grain, narrow=True))
+            laid = lay_out(pool, dtype, size, grain, narrow=True)
+            self._swept = ((id(pool), dtype, size, grain), pool, laid, [pool.take(*places) for places in laid[:1]])
 
     def sweep(
         self, parts: Sequence[Rows], dtype: torch.dtype, size: int | str, grain: int, *, narrow: bool = False
     ) -> Iterator[Batch]:
         """All rows of every client in order, laid out unless they were foreseen."""
-        pool, ahead = self.of(parts), self._swept
+        pool, ahead, begun = self.of(parts), self._swept, list[Batch]()
         if narrow and ahead is not None and ahead[0] == (id(pool), dtype, size, grain):
-            self._swept, laid = None, ahead[2]
+            self._swept, (_, _, laid, begun) = None, ahead
         else:
             laid = lay_out(pool, dtype, size, grain, narrow=narrow)
-        return (pool.take(places, mask) for places, mask in laid)
+        rest = (pool.take(places, mask) for places, mask in laid[len(begun) :])
+        return chain(begun, rest)
 
     def feed(
         self,

@@ -1,0 +1,113 @@
+"""Between the device's answer to a round and the first step of the next one the device has nothing to do."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fedloom import server
+from fedloom.engines.vectorised import VectorisedEngine
+from fedloom.engines.vectorised.graphed import GraphedStepper
+from tests.helpers import bn_mlp, federation, fit
+
+DATA = federation((64, 64, 64, 64, 64, 64))
+OPTIONS = {"cohort": 4, "epochs": 1, "batch_size": 64, "evaluate": {"every": 0}, "rounds": 6}
+ASKING = ("item", "tolist", "__bool__", "__float__", "__int__", "cpu", "numpy")
+
+
+class Calls(TorchDispatchMode):
+    """Counts tensor operations; those that read a number of the host are none of the device's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.ops.aten._local_scalar_dense.default:
+            self.made[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def between(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Counter[str]]]:
+    """Operations of each round from its answer until all is in place for the first step of the next one."""
+    found, now = list[Counter[str]](), list[Calls]()
+    outcome, settle = server.Sorting.outcome, GraphedStepper._settle
+
+    def stop() -> None:
+        if now:
+            now[0].__exit__(None, None, None)
+            found.append(now.pop().made)
+
+    def answered(self: server.Sorting, round: int) -> server.Outcome:
+        told = outcome(self, round)
+        stop()
+        now.append(Calls())
+        now[0].__enter__()
+        return told
+
+    def settled(self: GraphedStepper) -> bool:
+        done = settle(self)
+        stop()
+        return done
+
+    monkeypatch.setattr(server.Sorting, "outcome", answered)
+    monkeypatch.setattr(GraphedStepper, "_settle", settled)
+    yield found
+    stop()
+
+
+@pytest.mark.parametrize(
+    ("method", "most"), [("fedavg", 25), ("fedavg + lag(k=1)", 34), ("fedavg + isr + lag(k=1)", 38)]
+)
+def test_few_operations_stand_between_the_answer_and_the_next_step(
+    method: str, most: int, between: list[Counter[str]]
+) -> None:
+    fit(method, bn_mlp(), DATA, engine=VectorisedEngine(step="graphed"), **OPTIONS)
+    for made in between[2:5]:
+        assert made.total() <= most, made
+
+
+@pytest.mark.parametrize("method", ["fedavg + lag(k=1)", "fedavg + isr + lag(k=1, score='variance')"])
+def test_the_scores_of_lag_come_with_the_one_answer_of_a_round(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the host itself decided in an earlier round, it need not ask for."""
+    module = sys.modules["fedloom.plugins.lag"]
+    waits, inside, rounds, own = list[str](), list[bool](), list[list[str]](), dict[int, torch.Tensor]()
+    common, plain_step = module._common, GraphedStepper.step
+
+    def remembered(*args: Any) -> Any:
+        found = common(*args)
+        own.update((id(v), v) for v in found.values())
+        return found
+
+    def counting(name: str) -> None:
+        plain = getattr(torch.Tensor, name)
+
+        def ask(self: torch.Tensor, *args: Any) -> Any:
+            if not inside and id(self) not in own:
+                waits.append(name)
+            return plain(self, *args)
+
+        monkeypatch.setattr(torch.Tensor, name, ask)
+
+    def step(self: GraphedStepper, *args: Any) -> None:
+        inside.append(True)
+        plain_step(self, *args)
+        inside.clear()
+
+    def after(record: Any) -> None:
+        rounds.append([*waits])
+        waits.clear()
+
+    monkeypatch.setattr(module, "_common", remembered)
+    monkeypatch.setattr(GraphedStepper, "step", step)
+    for name in ASKING:
+        counting(name)
+    fit(method, bn_mlp(), DATA, engine=VectorisedEngine(step="graphed"), **OPTIONS, callbacks=[after])
+    assert rounds[1:5] == [["tolist"]] * 4
