@@ -89,9 +89,13 @@ class Adder:
 
     def add(self, packed: dict[str, Any]) -> None:
         """Adds the statistic of a batch."""
-        desk = self.desk
-        part = desk.layout.call(partial(self.fn, desk.see), self.leaves, desk.private, packed)
+        part = self.of(self.desk.see, self.leaves, self.desk.private, packed)
         self.sums = part if self.sums is None else tree.add(self.sums, part)
+
+    def of(self, see: See, leaves: Leaves, private: dict[str, Any], packed: dict[str, Any]) -> Leaves:
+        """The statistic of a batch."""
+        found: Leaves = self.desk.layout.call(partial(self.fn, see), leaves, private, packed)
+        return found
 
     def total(self) -> Leaves:
         """The sums over all batches."""

@@ -123,7 +123,7 @@ class _MaskedBatchNorm(nn.modules.batchnorm._BatchNorm):
         by_batch = self.training or self.running_mean is None
         if frame is None or not by_batch:
             return self._plain(input)
-        if input.dim() > 2 and kernels.serves(input, frame.mask, self.weight, self.bias):
+        if input.dim() > 2 and _normalises(self, input, frame):
             y, mean, var, count = kernels.normalised(input, frame.mask, self.weight, self.bias, self.eps)
             if self.training and self.running_mean is not None:
                 self._track(mean, var, count)
@@ -305,7 +305,12 @@ def _fits(norm: _MaskedBatchNorm, x: Tensor, frame: Frame | None) -> bool:
     """Whether a layer normalises by what a kernel computes: the statistics of a cohort's batches."""
     by_batch = norm.training or norm.running_mean is None
     whole = norm.num_features == x.shape[1] and (norm.weight is None) == (norm.bias is None)
-    return frame is not None and by_batch and whole and kernels.serves(x, frame.mask, norm.weight, norm.bias)
+    return frame is not None and by_batch and whole and _normalises(norm, x, frame)
+
+
+def _normalises(norm: nn.modules.batchnorm._BatchNorm, x: Tensor, frame: Frame) -> bool:
+    """Whether a kernel serves a normalisation by batch, of which clients may share the weight."""
+    return kernels.serves(x, frame.mask, shared=[t for t in (norm.weight, norm.bias) if t is not None])
 
 
 def _listening(part: nn.Module, name: str | None, wanted: frozenset[str]) -> bool | None:

@@ -111,6 +111,24 @@ def test_normalisation(masked: bool, affine: bool, shape: tuple[int, ...]) -> No
 
 
 @cuda
+@pytest.mark.parametrize("masked", [True, False])
+def test_normalisation_with_a_weight_that_all_clients_share(masked: bool) -> None:
+    layer = layers.MaskedBatchNorm2d(3, track_running_stats=False).double().to(DEVICE).requires_grad_(False)
+    layer.weight.copy_(random(3)), layer.bias.copy_(random(3) + 1)
+    x = random(2, 5, 3, 4, 4).detach()
+    mask = (torch.arange(5) < 4).double().expand(2, 5).contiguous().to(DEVICE)
+
+    def fn(x: Tensor, mask: Tensor) -> Tensor:
+        with layers.entered(layers.Frame(mask=mask if masked else None)):
+            return layer(x)
+
+    assert torch.vmap(lambda x: torch.tensor(kernels.serves(x, shared=[layer.weight])))(x).all()
+    ours, theirs = torch.vmap(fn)(x, mask), torch.stack([fn(*each) for each in zip(x, mask, strict=True)])
+    real = 4 if masked else 5
+    assert torch.allclose(ours[:, :real], theirs[:, :real], atol=1e-12)
+
+
+@cuda
 def test_layers_that_work_in_place_behind_the_kernels() -> None:
     net = nn.Sequential(
         nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.MaxPool2d(2), nn.ReLU(inplace=True),

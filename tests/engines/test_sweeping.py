@@ -6,8 +6,10 @@ from collections import Counter
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fedloom as fl
 from fedloom.batches import in_order
@@ -20,7 +22,7 @@ from fedloom.slots import Sweep
 from fedloom.tasks.builtin import TASKS
 from fedloom.types import Batch, Leaves, Seen
 from fedloom.view import View
-from tests.helpers import bn_mlp, everything, federation, fit, gap, identical
+from tests.helpers import bn_mlp, everything, federation, fit, gap, identical, small_cnn
 
 UNEQUAL = federation((1, 7, 64, 65, 200, 300))
 EQUAL = federation((140,) * 4)
@@ -154,6 +156,44 @@ def test_cohorts_of_new_clients_share_the_graphs_of_the_others(method: str, monk
     assert False in new[2:6]
     assert rounds == [0, 2, 0, 0, 0, 0]
     assert gap(everything(fit(method, bn_mlp(), data, engine="loop", **how)), everything(b)) < 1e-10
+
+
+class _Convolutions(TorchDispatchMode):
+    """Notes the filters of every convolution, and into how many groups they are divided."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = set[tuple[int, int]]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.convolution.default:
+            self.seen.add((args[1].shape[0], args[8]))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("step", ["mapped", "graphed"])
+@pytest.mark.parametrize(("method", "groups"), [("fedavg", 1), ("fedper", 1), ("local", 4)])
+def test_layers_that_all_clients_share_take_all_rows_at_once(
+    method: str, groups: int, step: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An evaluation of four clients: one convolution with the shared filters, or one with everybody's, in four groups."""
+    draw = np.random.default_rng(0)
+    sizes = (9, 9, 7, 5)
+    rows = [(draw.normal(size=(n, 1, 8, 8)), draw.integers(0, 3, n)) for n in sizes]
+    data = fl.Federation.from_arrays([(r, r) for r in rows])
+    modes, plain = list[_Convolutions](), Desk.judge
+
+    def judge(self: Desk, judgement: Any) -> None:
+        with _Convolutions() as mode:
+            plain(self, judgement)
+        modes.append(mode)
+
+    monkeypatch.setattr(Desk, "judge", judge)
+    engine = VectorisedEngine(step=step)
+    found = fit(method, small_cnn(), data, engine=engine, **options(batch_size=4, rounds=4))
+    assert modes
+    assert all({g for _, g in mode.seen} == {groups} for mode in modes)
+    same(fit(method, small_cnn(), data, **options(batch_size=4, rounds=4)), found)
 
 
 def test_the_evaluation_at_the_end_is_not_captured() -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable
-from functools import partial, reduce
+from functools import reduce
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from fedloom import tree
 from fedloom.bound import Bound
-from fedloom.client import Adder, Desk
+from fedloom.client import Adder, Desk, See
 from fedloom.engines.vectorised.graphed import Arenas, Replay
 from fedloom.engines.vectorised.traced import common_of, watched
 from fedloom.slots import Judge, Sweep
@@ -127,6 +127,15 @@ def _front(values: Any, count: int) -> Any:
     return pytree.tree_map(lambda t: t[:count], values)
 
 
+def _shared(values: Leaves, bound: Bound) -> Leaves:
+    """The parameters that all clients have in common, each as one tensor.
+
+    Layers with these are computed for the rows of all clients at once, as those of one client are. Buffers are not among them:
+    a layer may change them in place, for each client in its own way.
+    """
+    return {n: v[0] for n, v in values.items() if len(v) > 1 and not v.stride(0) and not bound.specs[n].buffer}
+
+
 class WaveAdder(Adder):
     """Adds up a statistic for a wave of clients, of which batches may hold the first ones only."""
 
@@ -137,8 +146,17 @@ class WaveAdder(Adder):
             super().add(packed)
             return
         assert self.sums is not None, "the first batch leaves nobody out"
-        part = desk.layout.call(partial(self.fn, desk.see), *_front((self.leaves, desk.private), count), packed)
+        leaves, private = _front((self.leaves, desk.private), count)
+        part = self.of(desk.see, leaves, private, packed)
         self.sums = {k: torch.cat([v[:count] + part[k], v[count:]]) for k, v in self.sums.items()}
+
+    def of(self, see: See, leaves: Leaves, private: dict[str, Any], packed: dict[str, Any]) -> Leaves:
+        """As for one client; layers that all clients have in common take all rows at once."""
+        shared = _shared(leaves, self.desk.bound)
+        own = {n: v for n, v in leaves.items() if n not in shared}
+        call, fn = self.desk.layout.call, self.fn
+        found: Leaves = call(lambda mine, *rest: fn(see, {**shared, **mine}, *rest), own, private, packed)
+        return found
 
 
 class CapturedAdder(WaveAdder):
@@ -234,7 +252,7 @@ class CapturedAdder(WaveAdder):
 
     def _capture(self, shape: Hashable, packed: dict[str, Any]) -> None:
         """Captures a shape for the batches to come; the present one has been added."""
-        desk, fn = self.desk, self.fn
+        desk = self.desk
         assert self.sums is not None
         if not self.sums:
             self.off = True
@@ -247,12 +265,12 @@ class CapturedAdder(WaveAdder):
         self._settle(ground)
         inputs = pytree.tree_map(lambda t: t.clone(), packed)
         touched: set[str] = set()
-        see, call, sums = watched(desk, ground.common, touched), desk.layout.call, ground.sums
+        see, sums = watched(desk, ground.common, touched), ground.sums
         leaves, private, fronts = _front((ground.leaves, ground.private, sums), len(packed["y"]))
         types: list[torch.dtype] = []
 
         def body() -> None:
-            part = call(lambda *args: fn(see, *args), leaves, private, inputs)
+            part = self.of(see, leaves, private, inputs)
             types[:] = [part[k].dtype for k in sums]
             torch._foreach_add_(list(fronts.values()), [part[k] for k in sums])
 
