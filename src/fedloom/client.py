@@ -7,6 +7,7 @@ is the business of a :class:`Layout`, which an engine provides.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from typing import Any, Protocol
@@ -302,9 +303,11 @@ class Desk:
     def send(self, when: str) -> None:
         """The upload stages, in order."""
         stages = [s for s in self.bound.method.upload if s.when == when]
+        off = self.post.gate if self.post.off is None else self.post.off
 
         def fn(leaves: Leaves, private: dict[str, Any]) -> tuple[Message, Memory]:
             seen = self.see(private, leaves)
+            seen = replace(seen, gate={n: v for n, v in seen.gate.items() if n in off})  # those absent are shared
             message: Message = {}
             memory = dict(private["memory"])
             for stage in stages:

@@ -41,8 +41,13 @@ def clone(a: Leaves) -> Leaves:
 
 def copies(values: Sequence[Tensor]) -> list[Tensor]:
     """Copies that share memory with nobody, cut from any graph."""
-    made = [torch.empty_like(v) for v in values]
-    overwrite(made, values)
+    made: list[Tensor] = [torch.empty_like(v) for v in values]
+    kinds = {(v.dtype, v.is_contiguous()) for v in values}
+    if len(kinds) == 1 and next(iter(kinds))[1]:  # then all of them lie as what they are copied from
+        with torch.no_grad():
+            torch._foreach_copy_(made, list(values))
+    else:
+        overwrite(made, values)
     return made
 
 

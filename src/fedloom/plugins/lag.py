@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any, Literal
 
 import torch
@@ -35,7 +36,8 @@ def gram(updates: Sequence[Tensor]) -> Tensor:
     width = max(1, CHUNK // clients)
     total: Tensor | None = None
     for update in updates:
-        for piece in update.reshape(clients, -1).split(width, dim=1):
+        flat = update.reshape(clients, -1)
+        for piece in (flat,) if flat.shape[1] <= width else flat.split(width, dim=1):
             exact = piece.double()
             total = exact @ exact.T if total is None else total.addmm_(exact, exact.T)
     assert total is not None
@@ -175,16 +177,20 @@ class _Lag:
         rows = cohort.rows if self.weights == "samples" else [1] * len(cohort)
         everything = sum(rows)
         share = [n / everything for n in rows]
-        sent, moved = cohort.leaves, {leaf: reduced["lag"][leaf].unbind() for leaf in leaves}
-        keys = [(i, leaf, f"{VALUE}{client}:{leaf}") for i, client in enumerate(cohort.ids) for leaf in leaves]
-        began = [memory.get(key, sent[leaf]) if leaf in personal else sent[leaf] for _, leaf, key in keys]
-        ended = torch._foreach_add(began, [moved[leaf][i] for i, leaf, _ in keys]) if keys else ()
-        memory |= {key: value for (_, _, key), value in zip(keys, ended, strict=True)}
+        sent = cohort.leaves
+        keys = [f"{VALUE}{client}:{leaf}" for client in cohort.ids for leaf in leaves]
+        began = [sent[leaf] for leaf in leaves] * len(cohort)
         off = [leaf for leaf in leaves if leaf in personal]
+        places = [i for i in range(len(keys)) if leaves[i % len(leaves)] in personal] if off else []
+        for i in places:
+            began[i] = memory.get(keys[i], began[i])
+        moved = chain.from_iterable(zip(*[reduced["lag"][leaf].unbind() for leaf in leaves], strict=True))
+        ended = torch._foreach_add(began, list(moved)) if keys else ()
+        memory |= dict(zip(keys, ended, strict=True))
         if not off:
             return reduced, memory
         starts = [sent[leaf] for leaf in off]
-        ends = [value for (_, leaf, _), value in zip(keys, ended, strict=True) if leaf in personal]
+        ends = [ended[i] for i in places]
         parts = torch._foreach_sub(ends, starts * len(cohort))
         torch._foreach_mul_(parts, [q for q in share for _ in off])
         mean = parts[: len(off)]
