@@ -174,13 +174,17 @@ class Sorting:
         self.bound, self.state, self.replies = bound, state, replies
         trains = bool(bound.method.phases("round"))
         self.skipped = [r.fault is None and trains and not any(r.steps.values()) for r in replies]
-        expected: dict[str, set[str]] = {}
+        expected: dict[str, tuple[set[str], dict[str, torch.Size]]] = {}
         self.faults = [
             None if idle else _fault(bound, r, expected) for r, idle in zip(replies, self.skipped, strict=True)
         ]
         self.pending = [r for r in replies if r.unread is not None]
         self.asked = tree.Finite()
-        self.asked.ask([_floating(r) if r.size is None else {"size": r.size} for r in replies])
+        sizes = [r.size for r in replies if r.size is not None]
+        if len(sizes) == len(replies):
+            self.asked.ask_sizes(sizes)
+        else:
+            self.asked.ask([_floating(r) if r.size is None else {"size": r.size} for r in replies])
         self.ahead: tuple[int, Draft] | None = None
         self.sound, self.told = True, list[float]()
 
@@ -238,17 +242,19 @@ def _floating(reply: Reply) -> Leaves:
     return sent | reply.state.leaves
 
 
-def _fault(bound: Bound, reply: Reply, expected: dict[str, set[str]]) -> str | None:
+def _fault(bound: Bound, reply: Reply, expected: dict[str, tuple[set[str], dict[str, torch.Size]]]) -> str | None:
     if reply.fault is not None:
         return reply.fault
     for entry, value in reply.message.items():
-        names = expected.setdefault(entry, set(value))
+        if entry not in expected:
+            known = [name for name in value if name in bound.specs] if entry in ("delta", "buffers") else []
+            expected[entry] = set(value), {name: bound.start[name].shape for name in known}
+        names, shapes = expected[entry]
         if value.keys() != names:
             return f"entry {entry!r} has other leaves than the other clients'"
-        for name, tensor in value.items():
-            spec = bound.specs.get(name)
-            if spec is not None and entry in ("delta", "buffers") and tensor.shape != bound.start[name].shape:
-                return f"{entry}[{name!r}] has shape {tuple(tensor.shape)}, expected {tuple(bound.start[name].shape)}"
+        for name, shape in shapes.items():
+            if value[name].shape != shape:
+                return f"{entry}[{name!r}] has shape {tuple(value[name].shape)}, expected {tuple(shape)}"
     return None
 
 

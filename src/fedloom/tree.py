@@ -198,6 +198,11 @@ class Finite:
                 sizes[i] = size
         self._question.ask(sizes)
 
+    def ask_sizes(self, sizes: Sequence[Tensor]) -> None:
+        """The same of trees whose largest sizes of an element are known to the device."""
+        self._counts += [1] * len(sizes)
+        self._question.ask(sizes)
+
     def answer(self, others: Sequence[Tensor] = ()) -> tuple[list[bool], list[float]]:
         """For each tree in the order of asking whether it is finite, and the values of other tensors of one element."""
         self._question.ask(others)
