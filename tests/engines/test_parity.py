@@ -42,9 +42,11 @@ def stages_are_functions(monkeypatch: pytest.MonkeyPatch) -> None:
     """A round is aggregated again where a reply turns out to be bad: stages must leave alone what they are given."""
     once = server._aggregated
 
-    def twice(*args: Any) -> tuple[server.ServerState, dict[str, torch.Tensor]]:
-        first, made = once(*args)[0], once(*args)
-        pairs = [(first.leaves, made[0].leaves), *((first.memory[o], m) for o, m in made[0].memory.items())]
+    def twice(*args: Any) -> server.Draft:
+        first, made = once(*args), once(*args)
+        pairs = [(first.state.leaves, made.state.leaves)]
+        for old, new in ((first.state.memory, made.state.memory), (first.asked, made.asked)):
+            pairs += [(old[owner], values) for owner, values in new.items()]
         for before, after in pairs:
             assert list(before) == list(after)
             assert all(torch.equal(before[k], after[k]) for k in after)
