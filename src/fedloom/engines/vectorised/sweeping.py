@@ -137,7 +137,13 @@ def _shared(values: Leaves, bound: Bound) -> Leaves:
 
 
 class WaveAdder(Adder):
-    """Adds up a statistic for a wave of clients, of which batches may hold the first ones only."""
+    """Adds up a statistic for a wave of clients, of which batches may hold the first ones only.
+
+    Attributes:
+        apart: whether every client needs leaves of its own, though all have the same.
+    """
+
+    apart = False
 
     def add(self, packed: dict[str, Any]) -> None:
         """Adds the statistic of a batch; the sums of the clients that it leaves out stay."""
@@ -152,11 +158,19 @@ class WaveAdder(Adder):
 
     def of(self, see: See, leaves: Leaves, private: dict[str, Any], packed: dict[str, Any]) -> Leaves:
         """As for one client; layers that all clients have in common take all rows at once."""
-        shared = _shared(leaves, self.desk.bound)
+        shared = {} if self.apart else _shared(leaves, self.desk.bound)
         own = {n: v for n, v in leaves.items() if n not in shared}
         call, fn = self.desk.layout.call, self.fn
-        found: Leaves = call(lambda mine, *rest: fn(see, {**shared, **mine}, *rest), own, private, packed)
-        return found
+        try:
+            found: Leaves = call(lambda mine, *rest: fn(see, {**shared, **mine}, *rest), own, private, packed)
+            return found
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError:  # ``vmap`` lets nobody write what one client has into a tensor made of what all share
+            if not shared:
+                raise
+        self.apart = True
+        return self.of(see, leaves, private, packed)
 
 
 class CapturedAdder(WaveAdder):
