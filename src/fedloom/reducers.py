@@ -71,10 +71,10 @@ def together(values: Sequence[Tensor]) -> Tensor:
     whole = values[0]._base
     if whole is None or whole.requires_grad or whole.shape != (len(values), *values[0].shape):
         return torch.stack(list(values))
-    begin, step = whole.data_ptr(), whole.stride(0) * whole.element_size()
+    begin, step, lies = whole.data_ptr(), whole.stride(0) * whole.element_size(), (whole.dtype, whole.stride()[1:])
     rows = [begin + i * step for i in range(len(values))]
-    same = whole.is_contiguous() and all(v._base is whole for v in values) and [v.data_ptr() for v in values] == rows
-    return whole if same else torch.stack(list(values))
+    same = whole.is_contiguous() and all(v._base is whole and (v.dtype, v.stride()) == lies for v in values)
+    return whole if same and [v.data_ptr() for v in values] == rows else torch.stack(list(values))
 
 
 def mean(weight: str = "n", *, log: bool = False) -> Reducer:

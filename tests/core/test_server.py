@@ -35,6 +35,15 @@ def test_reducers_by_hand() -> None:
     assert stack().reduce("e", three, rows)["a"].shape == (3, 2)
 
 
+def test_rows_of_one_tensor_are_stacked_as_they_are_read() -> None:
+    """Without a copy where they lie in order; a client's part that is turned round begins where the plain one does."""
+    whole = torch.randn(4, 3, 3)
+    for rows, same in ((whole.unbind(), True), (whole.mT.unbind(), False), (whole.unbind()[::-1], False)):
+        stacked = stack().reduce("e", [{"e": {"a": row}} for row in rows], [1] * 4)["a"]
+        assert torch.equal(stacked, torch.stack(list(rows)))
+        assert (stacked.data_ptr() == whole.data_ptr()) == same
+
+
 def test_logarithmic_weights_do_not_underflow() -> None:
     far = messages(-5000.0, -5001.0)
     assert mean("q", log=True).weights(far, [1, 1]) == pytest.approx([1 / (1 + math.exp(-1)), 1 / (1 + math.e)])
