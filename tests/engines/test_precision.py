@@ -9,7 +9,7 @@ from torch import nn
 
 import fedloom as fl
 from fedloom.engines.vectorised import VectorisedEngine
-from tests.helpers import everything
+from tests.helpers import everything, federation, fit, shared
 
 
 class Grouped(nn.Module):
@@ -48,3 +48,12 @@ def test_bf16_is_near_fp32_on_both_engines(device: str) -> None:
         near = 1e-4 if case[1] == "fp32" else 3e-2
         assert torch.linalg.norm(found[case] - moved) < near * torch.linalg.norm(moved), case
     assert not torch.equal(found["mapped", "bf16"], found["mapped", "fp32"])
+
+
+@pytest.mark.parametrize("method", ["fedaims", "fedrod", "balancefl"])
+def test_features_in_bf16_are_multiplied_by_leaves(method: str) -> None:
+    """Client code reads what layers of a short type return: heads and matrices of its own are of the leaves' type."""
+    model, data = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5), nn.Tanh(), nn.Linear(5, 3)), federation()
+    long, short = (shared(fit(method, model, data, precision=p, device="cpu", rounds=2)) for p in ("fp32", "bf16"))
+    for name, value in long.items():
+        torch.testing.assert_close(short[name], value, rtol=0.05, atol=0.02)
