@@ -9,6 +9,7 @@ from torch import nn
 
 import fedloom as fl
 from fedloom.engines.vectorised import VectorisedEngine
+from fedloom.layers import CohortConv2d, CohortLinear
 from tests.helpers import everything, federation, fit, shared
 
 
@@ -57,3 +58,18 @@ def test_features_in_bf16_are_multiplied_by_leaves(method: str) -> None:
     long, short = (shared(fit(method, model, data, precision=p, device="cpu", rounds=2)) for p in ("fp32", "bf16"))
     for name, value in long.items():
         torch.testing.assert_close(short[name], value, rtol=0.05, atol=0.02)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("layer", [CohortLinear(6, 4), CohortConv2d(6, 4, 1)], ids=["linear", "convolution"])
+def test_layers_return_the_short_type_whoever_has_the_weight(layer: nn.Module, shared: bool) -> None:
+    """In a step every client has its own, in an evaluation all may share one: the layers behind see one type."""
+    x = torch.randn(3, 5, 6) if isinstance(layer, nn.Linear) else torch.randn(3, 5, 6, 2, 2)
+    leaves = {n: p.detach() if shared else p.detach().expand(3, *p.shape) for n, p in layer.named_parameters()}
+
+    def call(x: torch.Tensor, leaves: dict[str, torch.Tensor]) -> torch.Tensor:
+        made: torch.Tensor = torch.func.functional_call(layer, leaves, x)
+        return made
+
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.vmap(call, in_dims=(0, None if shared else 0))(x, leaves).dtype == torch.bfloat16
