@@ -303,7 +303,7 @@ def _aggregated(bound: Bound, state: ServerState, accepted: Sequence[Reply], coh
             reduced, kept = server_stage.fn(reduced, memory.get(server_stage.owner, {}), cohort)
             if server_stage.owner in memory:
                 memory[server_stage.owner] = kept
-            if "asked" in reduced:
+            if server_stage.decide is not None and "asked" in reduced:
                 asked[server_stage.owner] = reduced["asked"]
                 reduced = {entry: value for entry, value in reduced.items() if entry != "asked"}
     if aside:

@@ -169,6 +169,25 @@ def test_a_stage_decides_by_what_it_asked_of_the_accepted_replies(engine: str) -
 
 
 @pytest.mark.parametrize("engine", ["loop", "vectorised"])
+def test_what_clients_send_is_no_question_of_a_stage_that_decides_nothing(engine: str) -> None:
+    heard: list[list[float]] = []
+
+    def send(message, memory, seen):  # type: ignore[no-untyped-def]
+        return {**message, "asked": {"rows": torch.stack([seen.n, -seen.n])}}, memory
+
+    def hear(reduced, memory, cohort):  # type: ignore[no-untyped-def]
+        heard.append(reduced["asked"]["rows"].tolist())
+        return reduced, memory
+
+    method = fl.fedavg().adding(
+        stages=(Stage(owner="told", fn=send, entries={"asked": total()}),),
+        server=tuple(ServerStage(owner=owner, fn=hear) for owner in ("one", "two")),
+    )
+    fit(method, mlp(), DATA, engine=engine, rounds=1)
+    assert heard[-2:] == [[36.0, -36.0]] * 2
+
+
+@pytest.mark.parametrize("engine", ["loop", "vectorised"])
 def test_a_server_stage_that_breaks_the_model_stops_the_run(engine: str) -> None:
     stage = ServerStage(
         owner="boom", fn=lambda r, m, c: ({**r, "delta": {k: v * torch.inf for k, v in r["delta"].items()}}, m)
