@@ -259,6 +259,8 @@ class Desk:
                 leaves = {**leaves, **seen.received}
             elif callable(step.at):
                 leaves = {**leaves, **step.at(leaves, seen)}
+            if step.train:  # layers move running statistics in place, which may be everybody's: a sweep changes nothing
+                leaves = {n: v.clone() if self.bound.specs[n].buffer else v for n, v in leaves.items()}
             batch = Batch.unpacked(packed)
             return step.fn(
                 View(self.bound, leaves, batch, seen, copy=step.copy, train=step.train, taps=taps),
