@@ -137,7 +137,8 @@ class Desk:
         self.judged: dict[str, tuple[Leaves, dict[str, Sequence[Tensor]]]] = {}
         self.optimizer: dict[str, list[OptState]] = {}
         if ahead is None or not ahead.are_of(work, post.round, participants):
-            ahead = Particulars(bound, work, post.round, participants, layout, next(iter(post.leaves.values())).device)
+            device = next(iter(post.leaves.values())).device
+            ahead = Particulars(work, post.round, participants, layout, device, bound.structure.dtype)
         self.private = self._private(ahead)
 
     # What clients see.

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from fedloom import rng, transfer
-from fedloom.bound import Bound
 from fedloom.work import Participant, Work
 
 if TYPE_CHECKING:
@@ -20,22 +19,22 @@ class Particulars:
     """Rows, rows per class, whether a client is new, and the key of its noise, of clients side by side.
 
     Args:
-        bound: the method.
         work: how they work.
         round: the round.
         people: the clients.
         layout: how their tensors are laid out.
         device: where.
+        dtype: type of what are no keys.
     """
 
     def __init__(
         self,
-        bound: Bound,
         work: Work,
         round: int,
         people: Sequence[Participant],
         layout: Layout,
         device: torch.device,
+        dtype: torch.dtype,
     ) -> None:
         self._name = _name(work, round, people)
         self._held = (work, [p.site for p in people])  # the name tells them by their addresses
@@ -44,9 +43,7 @@ class Particulars:
             together = transfer.onto(torch.tensor(rows, dtype=kind), device)
             return [layout.column(row) for row in together.unbind(0)]
 
-        n, first = columns(
-            bound.structure.dtype, [len(p.site.train) for p in people], [p.state.rounds == 0 for p in people]
-        )
+        n, first = columns(dtype, [len(p.site.train) for p in people], [p.state.rounds == 0 for p in people])
         (noise,) = columns(torch.int64, [rng.key_of(work.seed, "noise", p.site.id, round) for p in people])
         self.values = {"n": n, "counts": layout.gather([p.site.counts for p in people]), "first": first, "noise": noise}
 

@@ -188,7 +188,5 @@ class View:
         )
         self._out = bound.network(leaves, self.batch.x, frame, train=self._train, still=self._still)
         self._features = frame.features
-        if (
-            bound.network.autocast is not None
-        ):  # of the leaves' type, as the output is: client code multiplies them by leaves
+        if bound.network.autocast is not None:  # client code multiplies them by leaves: of their type, as the output is
             self._features = {n: f.float() if f.is_floating_point() else f for n, f in frame.features.items()}

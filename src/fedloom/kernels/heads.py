@@ -178,7 +178,7 @@ def classified(
     tall, deep, across = _forward_tile(rows, width, classes)
     pieces = triton.cdiv(rows, tall)
     residual, parts = u.new_empty(clients, rows, classes), u.new_empty(clients, pieces)
-    given = [bias if t is None else t for t in (mask, extra)]
+    given = [bias if t is None else t for t in (mask, extra)]  # a kernel takes a tensor, though it may not read it
     strides = [t.stride(0) for t in (u, weight, bias, y, *given)]
     _classify[(clients, pieces)](
         u, weight, bias, y, *given, residual, parts, rows, width, classes, unused, *strides, scale, share,
@@ -206,7 +206,7 @@ def classified_back(
     tall, deep, across = _backward_tile(rows, width, classes)
     du, dw, db = (t.new_empty(t.shape) for t in (u, weight, bias))
     de = u.new_empty(clients, rows, dtype=extra or u.dtype)
-    flags = bias if mask is None else mask
+    flags = bias if mask is None else mask  # likewise
     strides = [t.stride(0) for t in (u, weight, flags, dv)]
     grid = (clients, triton.cdiv(width, across), 1 + (triton.cdiv(rows, tall) if inner else 0))
     _classify_back[grid](

@@ -217,9 +217,14 @@ def _width(plan: Plan, structure: Structure) -> int:
     return structure.feature + (sum(t.channels for t in plan.taps(structure)) if plan.blockwise else 0)
 
 
+def _u(view: View, tap: Tap) -> Tensor:
+    """A block's pooled output."""
+    return pooled(view.feature(tap.name), tap.axis)
+
+
 def _features(plan: Plan, view: View) -> Tensor:
     """What prototypes are means of: z, with ``blockwise`` behind the features of the other blocks."""
-    parts = [pooled(view.feature(t.name), t.axis) for t in plan.taps(view.structure)] if plan.blockwise else []
+    parts = [_u(view, tap) for tap in plan.taps(view.structure)] if plan.blockwise else []
     return torch.cat([*parts, pooled(view.z)], 1)
 
 
@@ -240,7 +245,7 @@ def _supervision(plan: Plan, view: View, batch: Batch, seen: Seen) -> Tensor:
     begin = [0, *np.cumsum([t.channels for t in taps]).tolist()]
     tasks: list[Tensor] = []
     for j in numbers:
-        u = pooled(view.feature(taps[j - 1].name), taps[j - 1].axis)
+        u = _u(view, taps[j - 1])
         mine = centres[:, begin[j - 1] : begin[j]] if plan.blockwise else _adapter(view.leaves, j, centres, plan)
         if plan.aux_ce == "head" and not isinstance(mu, Tensor):
             tasks.append(_head_loss(view, u, j, (mine, known) if mu else None, mu * u.shape[1] if plan.sum_dim else mu))
@@ -289,8 +294,7 @@ def _lambda(plan: Plan, view: View, seen: Seen) -> float | Tensor:
         return plan.main(view.structure)
     asides = []
     for j in _active(plan, view.structure, seen):
-        tap = plan.taps(view.structure)[j - 1]
-        asides.append(_head_loss(view, pooled(view.feature(tap.name), tap.axis), j).detach())
+        asides.append(_head_loss(view, _u(view, plan.taps(view.structure)[j - 1]), j).detach())
     if not asides:
         return 1.0
     aside = _own(asides, seen)

@@ -177,18 +177,17 @@ def _term(plan: Plan, i: int, method: Method) -> Term:
     def fn(view: View, batch: Batch, seen: Seen) -> Tensor:
         tap = plan.taps(view.structure)[i]
         (feature,) = view.tapped(owner).values()
-        z = feature.to(view.structure.dtype)
-        supervised = plan.supervised(i, view.structure)
-        adapter = [view.leaves[f"{OWNER}:{tap.name}.{part}"] for part in ("weight", "bias") if supervised]
-        if adapter and not plan.adaptive:
-            return weighted_terms(view, z, adapter[0], adapter[1], alpha, lam, tap.axis)
+        z = feature.to(view.structure.dtype)  # a model may compute in another one
         task = view.loss().detach() if plan.adaptive else 1.0
-        if not adapter:
+        if not plan.supervised(i, view.structure):
             return lam * task * entropy_term(z, batch, tap.axis)
+        weight, bias = (view.leaves[f"{OWNER}:{tap.name}.{part}"] for part in ("weight", "bias"))
+        if not plan.adaptive:
+            return weighted_terms(view, z, weight, bias, alpha, lam, tap.axis)
         if lam:
-            value, spread = both_terms(view, z, adapter[0], adapter[1], batch, tap.axis)
+            value, spread = both_terms(view, z, weight, bias, batch, tap.axis)
         else:
-            value, spread = information_term(view, z, adapter[0], adapter[1], tap.axis), None
+            value, spread = information_term(view, z, weight, bias, tap.axis), None
         value = alpha * (task / value.detach().clamp(min=1e-12)).clamp(max=1.0) * value
         return value if spread is None else value + lam * task * spread
 

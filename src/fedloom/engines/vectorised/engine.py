@@ -75,7 +75,7 @@ class VectorisedEngine:
         wave = self._waves(bound, work, asked, there.device)[0]
         try:
             self.pools.foresee(bound, work, round, wave, SWEEP_GRAIN)
-            self._ahead = Particulars(bound, work, round, wave, Stacked(self.pools), there.device)
+            self._ahead = Particulars(work, round, wave, Stacked(self.pools), there.device, bound.structure.dtype)
         except torch.OutOfMemoryError:  # there will be room when this round's replies are gone
             self.pools.clear()
 

@@ -293,11 +293,10 @@ class Feed:
 
     def batch(self, tick: Tick) -> Batch:
         """The batch of a step; the first one may be there already."""
-        made, t = self.first, tick.step
-        if made is not None and tick is self.ticks[0]:
-            self.first = None
-            return made
-        made = None
+        if self.first is not None and tick is self.ticks[0]:
+            first, self.first = self.first, None
+            return first
+        made, t = None, tick.step
         for group in reversed(range(self.index.shape[1])):
             width = tick.widths[group]
             mask = self.masks[t, group, : tick.clients, :width] if tick.masked and self.masks is not None else None
