@@ -39,6 +39,7 @@ STACKS = {
     "FedAIMS, mu 0.1": "fedaims(mu=0.1)",
     "FedAIMS, lambda 0.9, mu 0.1": "fedaims(lam=0.9, mu=0.1)",
     "FedAIMS, adaptive weights": "fedaims(weights='adaptive')",
+    "FedLAG k=2, chosen once": "fedlag(k=2, schedule='warmup_once', warmup=10)",
 }
 PARTICIPATION: dict[str, tuple[float | int, dict[str, Any]]] = {
     "all": (1.0, {}),
