@@ -14,11 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fedloom import server
 from fedloom.engines.vectorised import VectorisedEngine
 from fedloom.engines.vectorised.graphed import GraphedStepper
-from tests.helpers import bn_mlp, federation, fit
+from tests.helpers import bn_mlp, federation, fit, questions_of_rounds
 
 DATA = federation((64, 64, 64, 64, 64, 64))
 OPTIONS = {"cohort": 4, "epochs": 1, "batch_size": 64, "evaluate": {"every": 0}, "rounds": 6}
-ASKING = ("item", "tolist", "__bool__", "__float__", "__int__", "cpu", "numpy")
 
 
 class Calls(TorchDispatchMode):
@@ -78,36 +77,14 @@ def test_few_operations_stand_between_the_answer_and_the_next_step(
 def test_the_scores_of_lag_come_with_the_one_answer_of_a_round(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the host itself decided in an earlier round, it need not ask for."""
     module = sys.modules["fedloom.plugins.lag"]
-    waits, inside, rounds, own = list[str](), list[bool](), list[list[str]](), dict[int, torch.Tensor]()
-    common, plain_step = module._common, GraphedStepper.step
+    own, common = dict[int, torch.Tensor](), module._common
 
     def remembered(*args: Any) -> Any:
         found = common(*args)
         own.update((id(v), v) for v in found.values())
         return found
 
-    def counting(name: str) -> None:
-        plain = getattr(torch.Tensor, name)
-
-        def ask(self: torch.Tensor, *args: Any) -> Any:
-            if not inside and id(self) not in own:
-                waits.append(name)
-            return plain(self, *args)
-
-        monkeypatch.setattr(torch.Tensor, name, ask)
-
-    def step(self: GraphedStepper, *args: Any) -> None:
-        inside.append(True)
-        plain_step(self, *args)
-        inside.clear()
-
-    def after(record: Any) -> None:
-        rounds.append([*waits])
-        waits.clear()
-
     monkeypatch.setattr(module, "_common", remembered)
-    monkeypatch.setattr(GraphedStepper, "step", step)
-    for name in ASKING:
-        counting(name)
+    rounds, after = questions_of_rounds(monkeypatch, lambda value: id(value) in own)
     fit(method, bn_mlp(), DATA, engine=VectorisedEngine(step="graphed"), **OPTIONS, callbacks=[after])
     assert rounds[1:5] == [["tolist"]] * 4

@@ -10,8 +10,7 @@ import torch
 import fedloom as fl
 from fedloom import server
 from fedloom.engines.vectorised import VectorisedEngine, feed, graphed
-from fedloom.engines.vectorised.graphed import GraphedStepper
-from tests.helpers import bn_mlp, dropout_mlp, everything, federation, fit, gap
+from tests.helpers import bn_mlp, dropout_mlp, everything, federation, fit, gap, questions_of_rounds
 
 DATA = federation((1, 7, 64, 65, 200))
 METHODS = [
@@ -89,31 +88,7 @@ def test_the_next_round_is_planned_before_replies_are_waited_for(monkeypatch: py
 @pytest.mark.parametrize("method", ["fedavg", "ditto", "scaffold"])
 def test_a_round_waits_for_the_device_once(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """For the replies (whether they are finite, and their losses) and for the server's leaves; steps do not count."""
-    waits, inside, rounds = list[str](), list[bool](), list[list[str]]()
-
-    def counting(name: str) -> None:
-        plain = getattr(torch.Tensor, name)
-
-        def ask(self: torch.Tensor, *args: Any) -> Any:
-            if not inside:
-                waits.append(name)
-            return plain(self, *args)
-
-        monkeypatch.setattr(torch.Tensor, name, ask)
-
-    def step(self: GraphedStepper, *args: Any) -> None:
-        inside.append(True)
-        plain_step(self, *args)
-        inside.clear()
-
-    def after(record: Any) -> None:
-        rounds.append([*waits])
-        waits.clear()
-
-    plain_step = GraphedStepper.step
-    monkeypatch.setattr(GraphedStepper, "step", step)
-    for name in ("item", "tolist", "__bool__", "__float__", "__int__", "cpu", "numpy"):
-        counting(name)
+    rounds, after = questions_of_rounds(monkeypatch)
     options = {"cohort": 4, "epochs": 1, "batch_size": 64, "evaluate": {"every": 0}, "callbacks": [after]}
     fit(method, bn_mlp(), DATA, engine=VectorisedEngine(step="graphed"), rounds=4, **options)
     assert rounds[1:3] == [["tolist"]] * 2

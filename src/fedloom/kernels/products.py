@@ -21,9 +21,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     Torch's own rule multiplies the other way round, so that the gradient of W lies transposed: an optimiser that walks over W
     and its gradient then reads one of them at a fraction of the memory's speed.
     """
+    x, weight, bias = shortened(x, weight, bias)
     if x.dim() < 2 or not x.numel() or not serves(weight, bias, shared=[x]):
         return F.linear(x, weight, bias)
-    y: Tensor = _Lifted.apply(_CohortLinear, *shortened(x, weight, bias))  # type: ignore[no-untyped-call]
+    y: Tensor = _Lifted.apply(_CohortLinear, x, weight, bias)  # type: ignore[no-untyped-call]
     return y
 
 
