@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from fedloom import kernels, rng
+from fedloom.encoders import DenseEncoder, TwiceLayerNorm
 from fedloom.recurrent import MappedGRU, MappedLSTM, MappedRNN
 
 FUSE = True
@@ -188,7 +189,8 @@ class MappedEmbedding(nn.Embedding):
     """``nn.Embedding`` whose padding row gets no gradient, which ``vmap`` forgets."""
 
     def forward(self, input: Tensor) -> Tensor:
-        if self.padding_idx is None or self.max_norm is not None or not kernels.mapped(self.weight):
+        inside = torch._C._functorch.is_functorch_wrapped_tensor(self.weight)  # of a gradient of many clients, too
+        if self.padding_idx is None or self.max_norm is not None or not inside:
             return super().forward(input)
         padding = torch.arange(self.num_embeddings, device=self.weight.device)[:, None] == self.padding_idx
         return nn.functional.embedding(input, torch.where(padding, self.weight.detach(), self.weight))
@@ -339,6 +341,8 @@ _SWAPS: dict[type[nn.Module], type[nn.Module]] = {
     nn.LSTM: MappedLSTM,
     nn.GRU: MappedGRU,
     nn.RNN: MappedRNN,
+    nn.TransformerEncoder: DenseEncoder,
+    nn.LayerNorm: TwiceLayerNorm,
 }
 
 

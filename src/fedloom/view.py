@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fedloom import kernels, layers, rng
 from fedloom.tasks.base import class_logits
@@ -173,7 +174,8 @@ class View:
         def inner(moved: Leaves) -> Tensor:
             return fn(self.at({**moved, **{n: self.leaves[n].clone() for n in buffers}}))
 
-        found: Leaves = torch.func.grad(inner)({n: self.leaves[n] for n in names})
+        with sdpa_kernel(SDPBackend.MATH):  # torch's fused kernels have one derivative only
+            found: Leaves = torch.func.grad(inner)({n: self.leaves[n] for n in names})
         return found
 
     def _run(self) -> None:

@@ -25,6 +25,7 @@ from torch.utils import _pytree as pytree
 from fedloom.bound import BoundPhase
 from fedloom.client import Desk
 from fedloom.engines.vectorised.feed import Pools
+from fedloom.engines.vectorised.mapping import over_clients
 from fedloom.engines.vectorised.stepper import MappedStepper
 from fedloom.engines.vectorised.traced import Traces, common_of, constants, tidy, watched
 from fedloom.optim import OptState
@@ -198,7 +199,7 @@ class CompiledStepper(MappedStepper):
             twin.leaves = {**rest, **others, **dict(zip(phase.trained, twin.params, strict=True))}
             twin.groups = [(w, o, rate) for (w, o, _), rate in zip(self.groups, rates, strict=True)]
             twin.see = watched(desk, common, touched)
-            value = torch.vmap(objective(desk, phase, twin.see), randomness="different")
+            value = over_clients(objective(desk, phase, twin.see))
             for _ in range(phase.phase.repeat):
                 moved = [p.detach().requires_grad_() for p in twin.params]
                 leaves = twin.leaves | dict(zip(phase.trained, moved, strict=True))

@@ -18,6 +18,7 @@ from fedloom.engines.loop import rows_of
 from fedloom.engines.vectorised import feed
 from fedloom.engines.vectorised.compiled import CompiledStepper, eligible
 from fedloom.engines.vectorised.graphed import Arenas, GraphedStepper
+from fedloom.engines.vectorised.mapping import over_clients
 from fedloom.engines.vectorised.stepper import MappedStepper
 from fedloom.engines.vectorised.sweeping import CapturedAdder, Grounds, WaveAdder
 from fedloom.engines.vectorised.traced import Traces
@@ -68,7 +69,7 @@ class Stacked:
         """Maps a function of one client's tensors over the client axis."""
         if not pytree.tree_leaves(args):
             return fn(*args)
-        return torch.vmap(fn, randomness="different")(*args)
+        return over_clients(fn)(*args)
 
     def suited(self, bound: Bound, leaves: Leaves) -> Leaves:
         """Leaves as they are."""

@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from fedloom.bound import BoundPhase
 from fedloom.client import Desk
 from fedloom.engines.vectorised.feed import Pools, Tick
+from fedloom.engines.vectorised.mapping import over_clients
 from fedloom.engines.vectorised.traced import Attached, Traces
 from fedloom.optim import OptState
 from fedloom.stepping import Stepper
@@ -166,7 +167,7 @@ class MappedStepper(Stepper):
         self, leaves: Leaves, private: dict[str, Any], packed: dict[str, Any], carry: Memory, step: Tensor
     ) -> tuple[Tensor, Memory]:
         """The objective of every client."""
-        losses, carry = torch.vmap(self.objective, randomness="different")(leaves, private, packed, carry, step)
+        losses, carry = over_clients(self.objective)(leaves, private, packed, carry, step)
         return losses, carry
 
     def note(self, losses: Tensor, active: Tensor | None) -> None:

@@ -17,6 +17,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 from fedloom.engines.vectorised.algebra import is_write, simplify
+from fedloom.engines.vectorised.mapping import over_clients
 from fedloom.stepping import objective
 from fedloom.types import Memory, Seen
 
@@ -151,7 +152,7 @@ class Traces:
             params = [leaves[n].detach().requires_grad_() for n in phase.trained]
             leaves = leaves | dict(zip(phase.trained, params, strict=True))
             value = objective(desk, phase, watched(desk, common, touched))
-            losses, carry = torch.vmap(value, randomness="different")(leaves, private, packed, carry, step)
+            losses, carry = over_clients(value)(leaves, private, packed, carry, step)
             grads = torch.autograd.grad(losses.sum(), params, allow_unused=True)
             used[:] = [g is not None for g in grads]
             return [losses.detach(), *(g for g in grads if g is not None), *pytree.tree_leaves(carry)]
