@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import fedloom as fl
+from fedloom.aggregators import similarity
 from fedloom.aggregators.similarity import cosines, dealt_groups, project, unlike_groups
 from fedloom.engines.vectorised import VectorisedEngine, waves
 from fedloom.network import build
@@ -117,6 +118,22 @@ def test_projection_keeps_cosines() -> None:
     assert torch.equal(project(bodies, 0), project(bodies, 0))
     assert not torch.equal(project(bodies, 0), project(bodies, 1))
     assert torch.equal(project({"w": bodies["w"][:, :50]}, 0), bodies["w"][:, :50])
+
+
+def test_pieces_of_leaves_change_neither_projections_nor_distances(monkeypatch: pytest.MonkeyPatch) -> None:
+    draw = torch.Generator().manual_seed(0)
+    shapes = {"a": (40, 90), "b": (7,), "c": (1500,), "d": (3,)}
+    moved = {k: torch.randn(3, *shape, generator=draw) for k, shape in shapes.items()}
+    base = {k: torch.randn(shape, generator=draw) for k, shape in shapes.items()}
+    ends = {k: base[k] + v for k, v in moved.items()}
+    whole, far = project(moved, 5, 64, base=base), similarity.farthest(moved, base)
+    by_hand = max(sum(float(((moved[k][i] - base[k]).double() ** 2).sum()) for k in shapes) for i in range(3))
+    assert float(far) == pytest.approx(by_hand, rel=1e-6)
+    assert torch.equal(whole, project(ends, 5, 64))
+    for numbers in (1, 8, 1501, 3607):
+        monkeypatch.setattr(similarity, "CHUNK", 3 * numbers)
+        torch.testing.assert_close(project(moved, 5, 64, base=base), whole, rtol=1e-12, atol=1e-10)
+        torch.testing.assert_close(similarity.farthest(moved, base), far)
 
 
 # (c) Prototypes.

@@ -11,7 +11,16 @@ import torch
 from torch import Tensor
 
 from fedloom import rng, transfer
-from fedloom.aggregators.similarity import WIDTH, coordinates, cosines, dealt_groups, likeness, project, unlike_groups
+from fedloom.aggregators.similarity import (
+    WIDTH,
+    coordinates,
+    cosines,
+    dealt_groups,
+    farthest,
+    likeness,
+    project,
+    unlike_groups,
+)
 from fedloom.errors import Conflict
 from fedloom.record import Method
 from fedloom.reducers import stack
@@ -68,11 +77,11 @@ def sampled(
 
     def learn(reduced: Message, memory: Leaves, cohort: Cohort) -> tuple[Message, Leaves]:
         moved = {n: reduced[BODIES][n] for n in _body(cohort.structure) if n in reduced[BODIES]}
-        ends = {k: cohort.leaves[k] + v if similarity == "raw" else v for k, v in moved.items()}
         latest, known, clients = memory["latest"], memory["known"], len(cohort)
-        vectors = project(ends, cohort.seed, drawn=drawn).to(latest.dtype)
+        base = cohort.leaves if similarity == "raw" else None
+        vectors = project(moved, cohort.seed, drawn=drawn, base=base).to(latest.dtype)
         alike = likeness(vectors)
-        asked = torch.cat([_apart(moved, reduced["delta"])[None], alike.flatten(), vectors.flatten().double()])
+        asked = torch.cat([farthest(moved, reduced["delta"])[None], alike.flatten(), vectors.flatten().double()])
         where = torch.tensor(list(_indices(cohort).values()), device=latest.device)
         if not known.numel():
             latest, known = latest.new_zeros(cohort.population, latest.shape[1]), known.new_zeros(cohort.population)
@@ -142,12 +151,6 @@ def _places(order: tuple[str, ...]) -> dict[str, int]:
 
 def _body(structure: Structure) -> tuple[str, ...]:
     return tuple(i.name for i in structure.leaves if i.trainable and not i.owner and i.role == "body")
-
-
-def _apart(moved: Leaves, mean: Leaves) -> Tensor:
-    """``kappa^2 = max_i ||phi - phi_i||^2`` of the round (Theorem 1)."""
-    gaps = [((v - mean[k]) ** 2).flatten(1).sum(1) for k, v in moved.items()]
-    return torch.stack(gaps).double().sum(0).max()
 
 
 def _spread(similarity: np.ndarray) -> tuple[float, float, float]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -18,22 +18,42 @@ CHUNK = 1 << 24
 Sizes = tuple[tuple[str, int], ...]
 
 
-def coordinates(seed: int, sizes: Sizes, width: int, device: torch.device) -> list[tuple[Tensor, Tensor]]:
-    """For every coordinate of the named vectors which of ``width`` sums it is added to, and with which sign."""
-    found = []
+def coordinates(seed: int, sizes: Sizes, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """For every coordinate of the named vectors, one behind the other, which of ``width`` sums it is added to, and with which sign."""
+    places, signs = [], []
     for name, size in sizes:
         draw = rng.stream(seed, "sample", "projection", name)
-        where = torch.from_numpy(draw.integers(0, width, size))
-        sign = torch.from_numpy((draw.integers(0, 2, size) * 2 - 1).astype(np.int8))
-        found.append((where.to(device), sign.to(device)))
-    return found
+        places.append(draw.integers(0, width, size))
+        signs.append((draw.integers(0, 2, size) * 2 - 1).astype(np.int8))
+    return torch.from_numpy(np.concatenate(places)).to(device), torch.from_numpy(np.concatenate(signs)).to(device)
+
+
+def side_by_side(stacked: Iterable[Tensor], width: int) -> Iterator[Tensor]:
+    """Stacked leaves (clients x ...) as clients x numbers, ``width`` of them at a time, which small leaves fill together.
+
+    Example:
+        >>> leaves = torch.zeros(2, 3, 2), torch.zeros(2, 1), torch.zeros(2, 3)
+        >>> [tuple(piece.shape) for piece in side_by_side(leaves, 4)]
+        [(2, 4), (2, 4), (2, 2)]
+    """
+    some: list[Tensor] = []
+    room = width
+    for leaf in stacked:
+        rest = leaf.flatten(1)
+        while rest.shape[1] > room:
+            yield torch.cat([*some, rest[:, :room]], 1)
+            some, rest, room = [], rest[:, room:], width
+        some.append(rest)
+        room -= rest.shape[1]
+    yield torch.cat(some, 1)
 
 
 def project(
     bodies: Mapping[str, Tensor],
     seed: int,
     width: int = WIDTH,
-    drawn: Callable[[int, Sizes, int, torch.device], Sequence[tuple[Tensor, Tensor]]] = coordinates,
+    drawn: Callable[[int, Sizes, int, torch.device], tuple[Tensor, Tensor]] = coordinates,
+    base: Mapping[str, Tensor] | None = None,
 ) -> Tensor:
     """Clients x width: a seeded random projection of stacked leaves (clients x ...) that keeps inner products on average.
 
@@ -45,21 +65,38 @@ def project(
         seed: of the run.
         width: length of the projection.
         drawn: :func:`coordinates`, or the same that remembers them: drawing takes longer than all the rest.
+        base: leaves of one model that are added to those of all clients; None for nothing.
 
     Reference: Charikar et al., Finding Frequent Items in Data Streams, 2002.
     """
-    flat = {k: v.flatten(1) for k, v in bodies.items()}
-    if sum(v.shape[1] for v in flat.values()) <= width:
-        return torch.cat(list(flat.values()), 1).double()
-    first = next(iter(flat.values()))
-    clients = first.shape[0]
-    sums = torch.zeros(clients, width, dtype=torch.float64, device=first.device)
-    found = drawn(seed, tuple((k, v.shape[1]) for k, v in flat.items()), width, first.device)
-    for values, (where, sign) in zip(flat.values(), found, strict=True):
-        pieces = (t.split(max(1, CHUNK // clients), dim=-1) for t in (values, where, sign))
-        for piece, at, signed in zip(*pieces, strict=True):
-            sums.scatter_add_(1, at.expand(clients, -1), piece.double() * signed)
+    sizes = tuple((name, value[0].numel()) for name, value in bodies.items())
+    clients, some = _pieces(bodies)
+    pieces = side_by_side(bodies.values(), some)
+    if base is not None:
+        pieces = map(torch.add, pieces, side_by_side((base[name][None] for name in bodies), some))
+    if sum(size for _, size in sizes) <= width:
+        return torch.cat(list(pieces), 1).double()
+    device = next(iter(bodies.values())).device
+    sums = torch.zeros(clients, width, dtype=torch.float64, device=device)
+    where, sign = drawn(seed, sizes, width, device)
+    for piece, at, signed in zip(pieces, where.split(some), sign.split(some), strict=True):
+        sums.scatter_add_(1, at.expand(clients, -1), piece.double().mul_(signed))
     return sums
+
+
+def farthest(values: Mapping[str, Tensor], centre: Mapping[str, Tensor]) -> Tensor:
+    """``max_i ||v_i - c||^2`` over the clients i of stacked leaves, in float64 and still on the device."""
+    _, some = _pieces(values)
+    centres = side_by_side((centre[name][None] for name in values), some)
+    pieces = zip(side_by_side(values.values(), some), centres, strict=True)
+    gaps = [(piece - middle).square_().sum(1, dtype=torch.float64) for piece, middle in pieces]
+    return sum(gaps[1:], gaps[0]).max()
+
+
+def _pieces(stacked: Mapping[str, Tensor]) -> tuple[int, int]:
+    """How many clients there are, and how many numbers of each are taken at a time."""
+    clients = next(iter(stacked.values())).shape[0]
+    return clients, max(1, CHUNK // clients)
 
 
 def cosines(vectors: Tensor, known: Tensor) -> np.ndarray:
