@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, Protocol
 
 import torch
@@ -329,9 +329,11 @@ class Desk:
 
         def apart(values: Leaves) -> dict[str, Sequence[Tensor]]:
             # A view would keep the tensors of the whole wave alive for as long as one client's state is kept.
-            views = {k: split(v) for k, v in values.items()}
-            own = iter(tree.copies([v for each in views.values() for v in each])) if several else None
-            return views if own is None else {k: list(islice(own, len(people))) for k in views}
+            views = [split(v) for v in values.values()]
+            if several:
+                own = iter(tree.copies(list(chain.from_iterable(views))))
+                views = [list(islice(own, len(people))) for _ in views]
+            return dict(zip(values, views, strict=True))
 
         mine = {n: v for n, v in self.leaves.items() if self.bound.specs[n].kept}
         kept = apart(mine)
@@ -341,9 +343,8 @@ class Desk:
         unread = split(torch.stack(self.losses).nanmean(0)) if self.losses else None
         losses = transfer.read(unread) if read and unread is not None else None
         judged = {n: ({k: split(v) for k, v in sums.items()}, rows) for n, (sums, rows) in self.judged.items()}
-        sent = [v for m in self.message.values() for v in m.values()]
-        largest = tree.largest([*sent, *mine.values()]) if several and sent and not read else None
-        sizes = None if largest is None else split(largest)
+        brought = tree.floating([*(v for m in self.message.values() for v in m.values()), *mine.values()])
+        size = torch.stack(tree.sizes(brought)).amax() if several and brought and not read else None
         return [
             Reply(
                 id=p.site.id,
@@ -361,7 +362,7 @@ class Desk:
                     for n, (sums, rows) in judged.items()
                 },
                 unread=None if read or unread is None else unread[i],
-                size=None if sizes is None else sizes[i],
+                size=size,
             )
             for i, p in enumerate(people)
         ]

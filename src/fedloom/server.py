@@ -258,11 +258,13 @@ def _fault(bound: Bound, reply: Reply, expected: dict[str, tuple[set[str], dict[
     return None
 
 
-def _not_finite(reply: Reply) -> str:
+def _not_finite(reply: Reply) -> str | None:
+    """What is not finite in a reply: it may be that of a client beside it."""
     for entry, value in reply.message.items():
         if not tree.all_finite(value):
             return f"{entry}[{_first_bad(value)!r}] is not finite"
-    return f"its own leaf {_first_bad(reply.state.leaves)!r} is not finite"
+    kept = reply.state.leaves
+    return None if tree.all_finite(kept) else f"its own leaf {_first_bad(kept)!r} is not finite"
 
 
 def _first_bad(leaves: Leaves) -> str:

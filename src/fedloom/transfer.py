@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -25,6 +25,19 @@ def read(values: Sequence[Tensor]) -> list[float]:
     return question.answer()
 
 
+def alike(values: Sequence[Tensor]) -> Collection[list[int]]:
+    """Which of some tensors are of one type and without gaps: one that is not would have all of a list treated one by one.
+
+    Example:
+        >>> list(alike([torch.ones(2), torch.ones(2, 2).T, torch.ones(3)]))
+        [[0, 2], [1]]
+    """
+    kinds: dict[tuple[torch.dtype, bool], list[int]] = {}
+    for i, value in enumerate(values):
+        kinds.setdefault((value.dtype, value.is_contiguous()), []).append(i)
+    return kinds.values()
+
+
 class Question:
     """Values of tensors of one element that the host will want: collected at once, answered when it has nothing else to do."""
 
@@ -35,10 +48,7 @@ class Question:
     def ask(self, values: Sequence[Tensor]) -> None:
         """Asks for some more values; nobody waits."""
         begin = len(self._places)
-        kinds: dict[torch.dtype, list[int]] = {}
-        for i, value in enumerate(values):
-            kinds.setdefault(value.dtype, []).append(i)
-        for at in kinds.values():
+        for at in alike(values):
             self._vectors.append(torch.stack([values[i] for i in at]))
             self._places += [begin + i for i in at]
 

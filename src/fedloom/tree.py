@@ -40,14 +40,18 @@ def clone(a: Leaves) -> Leaves:
 
 
 def copies(values: Sequence[Tensor]) -> list[Tensor]:
-    """Copies that share memory with nobody, cut from any graph."""
-    made: list[Tensor] = [torch.empty_like(v) for v in values]
-    kinds = {(v.dtype, v.is_contiguous()) for v in values}
-    if len(kinds) == 1 and next(iter(kinds))[1]:  # then all of them lie as what they are copied from
-        with torch.no_grad():
-            torch._foreach_copy_(made, list(values))
-    else:
-        overwrite(made, values)
+    """Copies that share memory with nobody and lie as what they are copied from, cut from any graph."""
+    # The larger of a number and itself: one operation makes dozens of tensors, which would otherwise be made one by one.
+    with torch.no_grad():
+        return _of_alike(lambda some: torch._foreach_maximum(some, some), values)
+
+
+def _of_alike(op: Callable[[list[Tensor]], Sequence[Tensor]], values: Sequence[Tensor]) -> list[Tensor]:
+    """An operation on a list of tensors, made once for those that are alike."""
+    made = list(values)
+    for at in transfer.alike(values):
+        for i, value in zip(at, op([values[i] for i in at]), strict=True):
+            made[i] = value
     return made
 
 
@@ -154,21 +158,14 @@ def finite(trees: Sequence[Leaves], others: Sequence[Tensor] = ()) -> tuple[list
     return asked.answer(others)
 
 
-def largest(values: Iterable[Tensor]) -> Tensor | None:
-    """Per client the largest size of an element of stacked tensors; None where there is no floating one.
+def sizes(values: Sequence[Tensor]) -> list[Tensor]:
+    """Per floating tensor the largest size of an element: infinite or NaN exactly if some element is, unlike a sum."""
+    return _of_alike(lambda some: torch._foreach_norm(some, math.inf), values)
 
-    It is infinite or NaN exactly if some element is.
-    """
-    kinds: dict[torch.dtype, list[Tensor]] = {}
-    for value in values:
-        if value.is_floating_point() and value.numel():
-            axes = tuple(range(1, value.dim()))
-            size = torch.linalg.vector_norm(value, math.inf, dim=axes) if axes else value.abs()
-            kinds.setdefault(value.dtype, []).append(size)
-    found = [torch.stack(sizes).amax(0) for sizes in kinds.values()]
-    if len(found) < 2:
-        return found[0] if found else None
-    return torch.stack([sizes.double() for sizes in found]).amax(0)
+
+def floating(values: Iterable[Tensor]) -> list[Tensor]:
+    """Those that hold floating-point numbers, and some."""
+    return [v for v in values if v.is_floating_point() and v.numel()]
 
 
 class Finite:
@@ -179,29 +176,15 @@ class Finite:
         self._question = transfer.Question()
 
     def ask(self, trees: Sequence[Leaves]) -> None:
-        """Has the device look at some more trees; nobody waits.
+        """Has the device look at some more trees; nobody waits."""
+        values = [floating(tree.values()) for tree in trees]
+        self._counts += map(len, values)
+        self._question.ask(sizes([v for some in values for v in some]))
 
-        The largest size of an element is infinite or NaN exactly if some element is, which cannot be said of a sum; one
-        tensor in a list that has another type or gaps would have all of them looked at one by one.
-        """
-        values: list[Tensor] = []
-        for tree in trees:
-            before = len(values)
-            values += [v for v in tree.values() if v.is_floating_point() and v.numel()]
-            self._counts.append(len(values) - before)
-        kinds: dict[tuple[torch.dtype, bool], list[int]] = {}
-        for i, value in enumerate(values):
-            kinds.setdefault((value.dtype, value.is_contiguous()), []).append(i)
-        sizes = list(values)
-        for at in kinds.values():
-            for i, size in zip(at, torch._foreach_norm([values[i] for i in at], math.inf), strict=True):
-                sizes[i] = size
-        self._question.ask(sizes)
-
-    def ask_sizes(self, sizes: Sequence[Tensor]) -> None:
+    def ask_sizes(self, known: Sequence[Tensor]) -> None:
         """The same of trees whose largest sizes of an element are known to the device."""
-        self._counts += [1] * len(sizes)
-        self._question.ask(sizes)
+        self._counts += [1] * len(known)
+        self._question.ask(known)
 
     def answer(self, others: Sequence[Tensor] = ()) -> tuple[list[bool], list[float]]:
         """For each tree in the order of asking whether it is finite, and the values of other tensors of one element."""

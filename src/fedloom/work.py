@@ -116,7 +116,8 @@ class Reply:
         judged: statistics (sums, kept rows) by name of the :class:`Judge`.
         fault: why there is nothing to use, where an engine's clients can fail to answer.
         unread: the loss while it is still on the device: the server reads it together with its checks.
-        size: the largest size of an element of what the reply brings, still on the device, where an engine has found it.
+        size: the largest size of an element of what it and the replies of clients beside it bring, still on the device, where an
+            engine has found it.
     """
 
     id: str

@@ -56,15 +56,13 @@ def test_uploaded_weights_are_read_at_once(monkeypatch: pytest.MonkeyPatch) -> N
     assert asked == ["tolist"]
 
 
-def test_the_largest_sizes_of_clients_tell_who_is_not_finite() -> None:
-    """As looking at each client's tensors does, whatever their types and shapes."""
-    values = [torch.randn(4, 3, 2), torch.randn(4, 5, dtype=torch.float64), torch.randn(4), torch.randn(2, 4).T]
-    values[0][1, 2, 1], values[1][2, 0], values[3][0, 1] = torch.nan, -torch.inf, torch.inf
-    found = tree.largest([*values, torch.ones(4, 2, dtype=torch.int64), torch.zeros(4, 0)])
-    assert found is not None
-    each = [dict(enumerate(parts)) for parts in zip(*(v.unbind() for v in values), strict=True)]
-    asked = tree.Finite()
-    asked.ask([{"size": size} for size in found.unbind()])
-    assert asked.answer()[0] == tree.finite(each)[0] == [False, False, False, True]
-    assert float(found[3]) == max(float(v[3].abs().max()) for v in values)
-    assert tree.largest([torch.ones(4, 2, dtype=torch.int64)]) is None
+@pytest.mark.parametrize("kind", [torch.float32, torch.float16, torch.int64, torch.bool])
+def test_copies_are_the_same_to_the_bit_and_share_nothing(kind: torch.dtype) -> None:
+    numbers = torch.tensor([0.0, -0.0, 1e-45, math.inf, -math.inf, 7.0, 3.5, -1e-3])
+    values = [numbers.to(kind), numbers.to(kind).reshape(2, 4).T, numbers.double(), numbers.to(kind)[:2].expand(3, 2)]
+    made = tree.copies([values[0].clone().requires_grad_(kind.is_floating_point), *values[1:]])
+    for value, copy in zip(values, made, strict=True):
+        assert copy.dtype is value.dtype
+        assert not copy.requires_grad
+        assert copy.data_ptr() != value.data_ptr()
+        assert copy.contiguous().numpy().tobytes() == value.contiguous().numpy().tobytes()
