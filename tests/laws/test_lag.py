@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 
 import pytest
@@ -274,10 +275,37 @@ def test_gates_and_scores_are_found_without_looking_at_every_client() -> None:
     """In front of what clients have, as a run makes the memory and as a checkpoint that sorts names brings it back."""
     run = run_of(fit("fedavg + lag(k=1)", mlp(), federation((8, 8, 8)), rounds=2))
     memory, method = run.state.memory["lag"], run.bound.method
-    assert sum(name.startswith(VALUE) for name in memory) == 3 * 4
+    assert sum(name.startswith(VALUE) for name in memory) == 3
     (stage,) = method.server.stages
     for held in (memory, dict(sorted(memory.items()))):
         assert method.server.gate is not None
         assert stage.report is not None
         assert {f"gate:{n}" for n in method.server.gate({"lag": held})} == {n for n in memory if n.startswith("gate:")}
         assert {f"score:{n}" for n in stage.report(held)["score"]} == {n for n in memory if n.startswith("score:")}
+
+
+@pytest.mark.parametrize("rooms", [1, 1 << 24])
+def test_what_clients_have_is_read_leaf_by_leaf_too_and_some_clients_at_a_time(
+    rooms: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As folders of earlier runs hold it, and as fits into memory: to the bit."""
+    whole = run_of(fit(fl.fedlag(k=1, xi=2.0), deep, DATA, rounds=2))
+    stage, memory = whole.bound.method.server.stages[-1], whole.state.memory["lag"]
+    leaves = [n.removeprefix("gate:") for n in memory if n.startswith("gate:")]
+    apart = {n: v for n, v in memory.items() if not n.startswith(VALUE)}
+    for name, value in memory.items():
+        if name.startswith(VALUE):
+            parts = value.split([whole.state.leaves[n].numel() for n in leaves])
+            apart |= {f"{name}:{n}": v.view_as(whole.state.leaves[n]) for n, v in zip(leaves, parts, strict=True)}
+    ids = [c.id for c in DATA]
+    cohort = whole.cohort(ids, 3)
+    moved = {n: torch.randn(len(ids), *whole.state.leaves[n].shape) for n in leaves}
+    expected, kept = stage.fn({"lag": moved}, memory, cohort)
+    monkeypatch.setattr(sys.modules["fedloom.plugins.lag"], "CHUNK", rooms)
+    found, made = stage.fn({"lag": moved}, apart, cohort)
+    assert expected["personal"].keys() == found["personal"].keys() != set()
+    assert all(torch.equal(v, found["personal"][n]) for n, v in expected["personal"].items())
+    assert all(torch.equal(made[n], v) for n, v in kept.items() if n.startswith(VALUE))
+    for name, value in made.items():
+        if name.startswith(VALUE) and name.count(":") == 1:
+            assert value.untyped_storage().nbytes() == value.nbytes

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 from typing import Any, Literal
 
 import torch
@@ -21,7 +20,7 @@ from fedloom.types import Cohort, Facts, Leaves, Memory, Message
 
 OWNER = "lag"
 VALUE = "value:"
-"""Begins the name of what a client has: ``value:client:leaf``."""
+"""Begins the name of what a client has, its leaves one after another: ``value:client``."""
 PAPER = "Nguyen et al., Towards Layer-Wise Personalized Federated Learning: Adaptive Layer Disentanglement via Conflicting Gradients"
 CHUNK = 1 << 24
 """Numbers of one layer's updates that are held in float64 at a time."""
@@ -63,9 +62,7 @@ def cosines(products: Tensor) -> Tensor:
     """``cos(h_u, h_v)`` of all pairs from Gram matrices, clamped to [-1, 1] and rounded to 10 digits; 0 for a zero vector."""
     length = products.diagonal(dim1=-2, dim2=-1).clamp(min=0).sqrt()
     scale = length[..., :, None] * length[..., None, :]
-    there = scale > 0
-    cosine = torch.where(there, products / torch.where(there, scale, 1.0), 0.0)
-    return cosine.clamp(-1, 1).round(decimals=10)
+    return (products / scale).nan_to_num(0.0, 0.0, 0.0).clamp(-1, 1).round(decimals=10)
 
 
 def spread(products: Tensor) -> float:
@@ -161,6 +158,10 @@ class _Lag:
         """The score of each layer, still on the device; a few Gram matrices are there at a time."""
         clients = layers[0][0].shape[0]
         some = max(1, CHUNK // clients**2)
+        widths = [sum([u.numel() for u in updates]) // clients for updates in layers]
+        if clients * sum(widths) <= CHUNK:  # side by side: an operation for all of them, not one for each
+            wide = torch.cat([u.reshape(clients, -1) for updates in layers for u in updates], 1).double()
+            layers = [[piece] for piece in wide.split(widths, 1)]
         found = []
         for start in range(0, len(layers), some):
             products = torch.stack([gram(updates) for updates in layers[start : start + some]])
@@ -174,29 +175,37 @@ class _Lag:
 
         Clients send how far they moved from their own start; the server stores what each has (as the paper's does).
         """
-        rows = cohort.rows if self.weights == "samples" else [1] * len(cohort)
-        everything = sum(rows)
-        share = [n / everything for n in rows]
-        sent = cohort.leaves
-        keys = [f"{VALUE}{client}:{leaf}" for client in cohort.ids for leaf in leaves]
-        began = [sent[leaf] for leaf in leaves] * len(cohort)
-        off = [leaf for leaf in leaves if leaf in personal]
-        places = [i for i in range(len(keys)) if leaves[i % len(leaves)] in personal] if off else []
-        for i in places:
-            began[i] = memory.get(keys[i], began[i])
-        moved = chain.from_iterable(zip(*[reduced["lag"][leaf].unbind() for leaf in leaves], strict=True))
-        ended = torch._foreach_add(began, list(moved)) if keys else ()
-        memory |= dict(zip(keys, ended, strict=True))
-        if not off:
+        if not leaves:
             return reduced, memory
-        starts = [sent[leaf] for leaf in off]
-        ends = [ended[i] for i in places]
-        parts = torch._foreach_sub(ends, starts * len(cohort))
-        torch._foreach_mul_(parts, [q for q in share for _ in off])
-        mean = parts[: len(off)]
-        for first in range(len(off), len(parts), len(off)):
-            torch._foreach_add_(mean, parts[first : first + len(off)])
-        return {**reduced, "personal": dict(zip(off, mean, strict=True))}, memory
+        rows = cohort.rows if self.weights == "samples" else [1] * len(cohort)
+        share = [n / sum(rows) for n in rows]
+        off = [leaf for leaf in leaves if leaf in personal]
+        widths = [cohort.leaves[leaf].numel() for leaf in leaves]
+        sent = torch.cat([cohort.leaves[leaf].reshape(-1) for leaf in leaves])
+        some = max(1, CHUNK // len(sent))
+        mean: Tensor | None = None
+        for first in range(0, len(cohort), some):
+            ids = cohort.ids[first : first + some]
+            moved = [reduced["lag"][leaf][first : first + some].reshape(len(ids), -1) for leaf in leaves]
+            ended = torch.cat(moved, 1)
+            if off:
+                own = torch.stack([_value(memory, client, leaves, sent) for client in ids]).split(widths, 1)
+                theirs = sent.expand_as(ended).split(widths, 1)
+                began = zip(leaves, own, theirs, strict=True)
+                ended += torch.cat([mine if leaf in personal else all for leaf, mine, all in began], 1)
+            else:
+                ended += sent
+            # Copied: a view would keep what all of them have for as long as one is kept.
+            memory |= dict(zip([f"{VALUE}{client}" for client in ids], tree.copies(ended.unbind()), strict=True))
+            if off:
+                parts = ended.sub_(sent).unbind()
+                torch._foreach_mul_(parts, share[first : first + some])
+                for part in parts:
+                    mean = part if mean is None else mean.add_(part)
+        if mean is None:
+            return reduced, memory
+        means = dict(zip(leaves, mean.split(widths), strict=True))
+        return {**reduced, "personal": {leaf: means[leaf].view_as(cohort.leaves[leaf]) for leaf in off}}, memory
 
     def scheduled(self, scores: dict[str, float], totals: dict[str, float], cohort: Cohort) -> tuple[str, ...] | None:
         """The personal layers of the next round, as the schedule has it; None for those of this one."""
@@ -227,6 +236,14 @@ class _Lag:
         """One row of the layer x round matrix of scores, and the layers that are personal in the next round."""
         scores = {name: float(value) for name, value in _common(memory, "score:").items()}
         return {"score": scores, "personal": tree.off(gates({OWNER: memory}))}
+
+
+def _value(memory: Leaves, client: str, leaves: Sequence[str], otherwise: Tensor) -> Tensor:
+    """What a client has, one leaf after another; folders of earlier runs hold it leaf by leaf, as ``value:client:leaf``."""
+    apart = [f"{VALUE}{client}:{leaf}" for leaf in leaves]
+    if f"{VALUE}{client}" not in memory and apart[0] in memory:
+        return torch.cat([memory[name].reshape(-1) for name in apart])
+    return memory.get(f"{VALUE}{client}", otherwise)
 
 
 def _leaves(modules: Collection[str], structure: Structure) -> set[str]:
