@@ -208,7 +208,7 @@ def fit(
         notes=list(notes),
     )
     if isinstance(state.engine, VectorisedEngine):
-        state.engine.told = lambda wave: _halved(full, session.folder, wave)
+        state.engine.told = lambda changes: _amended(full, session.folder, changes)
     state.new, state.adapt_epochs = session.new, judging.adapt_epochs
     if ranks is not None:
         state.engine = DistributedEngine(state.engine, ranks)
@@ -231,11 +231,11 @@ def fit(
             session.folder.close()
 
 
-def _halved(full: Table, folder: RunFolder | None, wave: int) -> None:
-    """Records that memory ran out, before the run goes on with smaller waves."""
-    full["resolved"]["plan"]["halved"] = wave
+def _amended(full: Table, folder: RunFolder | None, changes: Table) -> None:
+    """Records what changes in the plan, before the run goes on with it."""
+    full["resolved"]["plan"] |= changes
     if folder is not None and folder.begun:
-        folder.amend({"halved": wave})
+        folder.amend(changes)
 
 
 def _saved_plan(out: str | Path | None, resume: bool) -> Table | None:

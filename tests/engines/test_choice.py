@@ -271,3 +271,80 @@ def test_long_runs_of_small_networks_are_compiled_and_the_record_says_so(
     assert (plan["engine"], plan["step"]) == ("vectorised", "compiled")
     alone = fit("fedavg", mlp(), federation((64, 64)), engine="loop", **options | {"out": None})
     assert gap(everything(alone), everything(result)) <= 1e-10
+
+
+# What only a whole run shows --------------------------------------------------------------------------------
+
+
+class FailsLater(Odd):
+    """A layer whose backward pass fails for many clients, but not on the few rows of a probe."""
+
+    def between(self, h: Tensor) -> Tensor:
+        return LateFailure.apply(h, len(h))  # type: ignore[no-any-return]
+
+
+class LateFailure(torch.autograd.Function):
+    generate_vmap_rule = False
+
+    @staticmethod
+    def forward(x: Tensor, rows: int) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        return dy, None
+
+    @staticmethod
+    def vmap(info: Any, axes: Any, x: Tensor, rows: int) -> tuple[Tensor, int]:
+        return Refusing.apply(x, rows), axes[0]
+
+
+class Refusing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: int) -> Tensor:
+        ctx.rows = rows
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        if ctx.rows > 10:
+            raise RuntimeError("the tensor is not correctly aligned")
+        return dy, None
+
+
+def test_a_backward_pass_that_fails_in_the_first_step_hands_over_to_the_loop(tmp_path: Path) -> None:
+    data, options = federation((64, 64)), {"rounds": 16, "epochs": 4, "batch_size": 16}
+    with pytest.warns(UserWarning, match=r"one after another.*not correctly aligned"):
+        result = fl.fit(
+            "fedavg", FailsLater, data, engine="auto", precision="fp64", optimizer=fl.sgd(0.1), progress=False,
+            out=tmp_path / "run", **options,
+        )  # fmt: skip
+    written = tomllib.loads((tmp_path / "run" / "run.toml").read_text())["resolved"]["plan"]
+    assert written["engine"] == result.config["resolved"]["plan"]["engine"] == "loop"
+    assert "not correctly aligned" in written["why"]
+    assert identical(everything(fit("fedavg", FailsLater, data, **options)), everything(result))
+    run = run_of(result)
+    assert isinstance(resolve(run, "auto", saved=written)[0], LoopEngine), "a run that goes on tries again"
+
+
+def test_a_backward_pass_that_fails_is_named_where_the_engine_was_asked_for() -> None:
+    with pytest.raises(fl.NotVectorisable, match=r"not correctly aligned.*engine='auto'"):
+        fit("fedavg", FailsLater, federation((64, 64)), engine="vectorised", batch_size=16)
+    with pytest.raises(RuntimeError, match="not correctly aligned"):
+        fit("fedavg", FailsLater, federation((64, 64)), engine=VectorisedEngine(step="mapped"), batch_size=16)
+
+
+def test_what_fails_in_the_loop_too_is_said_by_the_loop() -> None:
+    class Broken(Odd):
+        def between(self, h: Tensor) -> Tensor:
+            if len(h) > 10:
+                raise RuntimeError("no more than ten")
+            return h
+
+    data = federation((64, 64))
+    with pytest.warns(UserWarning, match="one after another"), pytest.raises(RuntimeError, match="no more than ten"):
+        fl.fit("fedavg", Broken, data, engine="auto", rounds=16, epochs=4, batch_size=16, progress=False)

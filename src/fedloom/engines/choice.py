@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from fedloom.engines.base import Engine
 from fedloom.engines.loop import LoopEngine
 from fedloom.engines.vectorised.engine import VectorisedEngine
-from fedloom.engines.vectorised.probe import probe
+from fedloom.engines.vectorised.probe import probe, said
 from fedloom.engines.vectorised.waves import wave_size
 from fedloom.engines.workers import WorkersEngine
 from fedloom.errors import NotVectorisable, UserError
@@ -141,7 +142,7 @@ def resolve(
 
         return LocalEngine(), Plan(engine="loop", why="every client a site in this process, through Flower's messages")
     if saved is not None:
-        return _again(run, Plan(**saved), head)
+        return _again(run, Plan(**saved), head, asked=engine == "vectorised")
     if workers and engine == "vectorised":
         raise UserError(f"workers={workers} is an option of engine='loop'; the vectorised engine has none")
     device = next(iter(run.state.leaves.values())).device.type
@@ -162,10 +163,11 @@ def resolve(
     return LoopEngine(single=plan.single), plan
 
 
-def _again(run: Run, plan: Plan, head: str | None) -> tuple[Engine, Plan]:
+def _again(run: Run, plan: Plan, head: str | None, *, asked: bool) -> tuple[Engine, Plan]:
     """The engine of a plan that was resolved before."""
     if plan.engine == "vectorised":
-        return VectorisedEngine(step=plan.step, wave=plan.halved or None, unpadded=plan.unpadded), plan
+        wave, otherwise = plan.halved or None, _refuse if asked else _take_over
+        return VectorisedEngine(step=plan.step, wave=wave, unpadded=plan.unpadded, otherwise=otherwise), plan
     return (WorkersEngine(run, plan.workers, head=head) if plan.workers else LoopEngine(single=plan.single)), plan
 
 
@@ -179,7 +181,22 @@ def _vectorised(run: Run, plan: Plan, rows: int, device: str, *, asked: bool) ->
     why = "; ".join(w for w in (plan.why, verdict.why) if w)
     step = "auto" if wave < run.size or verdict.unpadded else plan.step
     plan = Plan(engine="vectorised", step=step, wave=wave, unpadded=verdict.unpadded, why=why)
-    return VectorisedEngine(step=step, unpadded=verdict.unpadded), plan
+    otherwise = _refuse if asked else _take_over
+    return VectorisedEngine(step=step, unpadded=verdict.unpadded, otherwise=otherwise), plan
+
+
+def _refuse(error: Exception) -> tuple[Engine, str]:
+    """Clients of a run that asked for the vectorised engine cannot be run side by side, though the probe could."""
+    raise NotVectorisable(
+        f"engine='vectorised': {said(error)}; use engine='auto' or 'loop', which run clients one after another"
+    ) from error
+
+
+def _take_over(error: Exception) -> tuple[Engine, str]:
+    """The loop goes on where the rule chose to run clients side by side and that failed, though the probe did not."""
+    why = f"loop, because {said(error)}"
+    warnings.warn(f"clients run one after another from now on ({why})", stacklevel=2)
+    return LoopEngine(), why
 
 
 def processors() -> int:

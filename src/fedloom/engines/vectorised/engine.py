@@ -11,13 +11,14 @@ from torch import Tensor
 
 from fedloom.bound import Bound
 from fedloom.client import Desk
+from fedloom.engines.base import Engine
 from fedloom.engines.vectorised import waves
 from fedloom.engines.vectorised.feed import SWEEP_GRAIN, Pools
 from fedloom.engines.vectorised.graphed import Arenas
 from fedloom.engines.vectorised.layout import Stacked
 from fedloom.engines.vectorised.sweeping import Grounds
 from fedloom.engines.vectorised.traced import TRACE_STEPS, Traces
-from fedloom.errors import RunError, UserError
+from fedloom.errors import FedloomError, RunError, UserError
 from fedloom.particulars import Particulars
 from fedloom.slots import Program
 from fedloom.work import Participant, Post, Reply, Work
@@ -34,15 +35,24 @@ class VectorisedEngine:
             CUDA, elsewhere traced where the run is long enough to pay.
         wave: most clients side by side; None for the rule of :mod:`fedloom.engines.vectorised.waves`.
         unpadded: batches of unequal length are made one length at a time, for models in which rows see each other.
+        otherwise: called with the error when clients cannot be run side by side after all; returns the engine that takes over, and why.
 
     Attributes:
         events: each time that memory ran out, in words.
-        told: called with the new size of waves when memory has run out, before the clients are tried again.
+        told: called with what changes in the plan (smaller waves, another engine), before the clients are tried again.
+        instead: the engine that has taken over.
     """
 
     name = "vectorised"
 
-    def __init__(self, *, step: StepKind = "auto", wave: int | None = None, unpadded: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        step: StepKind = "auto",
+        wave: int | None = None,
+        unpadded: bool = False,
+        otherwise: Callable[[Exception], tuple[Engine, str]] | None = None,
+    ) -> None:
         if step not in ("auto", "mapped", "traced", "compiled", "graphed"):
             raise UserError(f"step={step!r}: expected auto, mapped, traced, compiled or graphed")
         self.step, self.wave, self.unpadded = step, wave, unpadded
@@ -52,12 +62,16 @@ class VectorisedEngine:
         self._ahead: Particulars | None = None
         self._sizes: dict[Hashable, tuple[Bound, Work, int]] = {}
         self.events: list[str] = []
-        self.told: Callable[[int], None] | None = None
+        self.told: Callable[[dict[str, Any]], None] | None = None
+        self.otherwise = otherwise
+        self.instead: Engine | None = None
 
     def run_cohort(
         self, bound: Bound, work: Work, program: Program, post: Post, participants: Sequence[Participant]
     ) -> list[Reply]:
         """One reply per participant, in the order given."""
+        if self.instead is not None:
+            return self.instead.run_cohort(bound, work, program, post, participants)
         found: dict[str, Reply] = {}
         for wave in self._waves(bound, work, participants, next(iter(post.leaves.values())).device):
             found |= {r.id: r for r in self._wave(bound, work, program, post, wave)}
@@ -66,7 +80,7 @@ class VectorisedEngine:
     def foresee(self, bound: Bound, work: Work, round: int, people: Callable[[], Sequence[Participant]]) -> None:
         """Plans a round to come, where the device is still at work on the present one: on a CPU nothing is gained."""
         there = next(iter(bound.start.values()))
-        if not self._captures(there):
+        if self.instead is not None or not self._captures(there):
             return
         asked = people()
         self.pools.plans.foresee(bound, work, round, asked)
@@ -100,6 +114,8 @@ class VectorisedEngine:
         return self.step == "graphed" or (self.step == "auto" and there.is_cuda)
 
     def _wave(self, bound: Bound, work: Work, program: Program, post: Post, wave: list[Participant]) -> list[Reply]:
+        if self.instead is not None:
+            return self.instead.run_cohort(bound, work, program, post, wave)
         try:
             captured = self._captures(next(iter(post.leaves.values())))
             arenas, grounds = (self.arenas, self.grounds) if captured else (None, None)
@@ -118,14 +134,27 @@ class VectorisedEngine:
             self.events.append(
                 f"round {post.round}: out of memory with {len(wave)} clients, waves of {self.wave} from now on"
             )
+            changes: dict[str, Any] = {"halved": self.wave}
+        except FedloomError:
+            raise
+        except Exception as error:
+            if self.otherwise is None:
+                raise
+            half = len(wave)
+            self.instead, why = self.otherwise(error)
+            changes = {"engine": "loop", "why": why}
         # Outside of the handler: its exception holds the tensors that did not fit.
         if self.told is not None:
-            self.told(self.wave)
+            self.told(changes)
+        self._clear()
+        halves = (wave[:half], wave[half:])
+        return [reply for half in halves if half for reply in self._wave(bound, work, program, post, half)]
+
+    def _clear(self) -> None:
+        """Gives up what waves leave on the device for the next ones."""
         self.pools.clear()
         self.arenas.known.clear()
         self.grounds.known.clear()
         gc.collect()  # graphs and what they were made by refer to each other
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-        halves = (wave[:half], wave[half:])
-        return [reply for half in halves for reply in self._wave(bound, work, program, post, half)]

@@ -83,24 +83,25 @@ def _probe(run: Run, bound: Bound) -> Verdict:
         except FedloomError:
             return Verdict(True)
         except Exception as error:
-            return Verdict(False, why=f"in bf16: {blame(error)}; vmap says: {_first_line(error)}")
+            return Verdict(False, why=f"in bf16: {said(error)}")
     with _strict(bound):
-        return _compared(run, bound)
+        try:
+            plain, again = (_played(run, bound, LoopEngine(), UNEQUAL, seed) for seed in (0, 1))
+        except FedloomError:
+            return Verdict(True)  # the loop says what is wrong when the run begins
+        try:
+            return _compared(run, bound, plain, again)
+        except FedloomError:
+            return Verdict(True)
+        except Exception as error:
+            return Verdict(False, why=said(error))
 
 
-def _compared(run: Run, bound: Bound) -> Verdict:
+def _compared(run: Run, bound: Bound, plain: dict[str, Tensor], again: dict[str, Tensor]) -> Verdict:
+    """What the vectorised engine makes of it beside the loop, whose numbers are given for two states of torch's noise."""
     tolerance = TOLERANCE[bound.structure.dtype]
-    try:
-        plain, again = (_played(run, bound, LoopEngine(), UNEQUAL, seed) for seed in (0, 1))
-    except FedloomError:
-        return Verdict(True)  # the loop says what is wrong when the run begins
     random = _gap(plain, again) > tolerance
-    try:
-        mapped = _played(run, bound, VectorisedEngine(step="mapped"), UNEQUAL, 0)
-    except FedloomError:
-        return Verdict(True)
-    except Exception as error:
-        return Verdict(False, why=f"{blame(error)}; vmap says: {_first_line(error)}")
+    mapped = _played(run, bound, VectorisedEngine(step="mapped"), UNEQUAL, 0)
     if random:
         return Verdict(True, why="the model draws noise of its own, so that engines agree in distribution only")
     if _gap(plain, mapped) <= tolerance:
@@ -196,6 +197,7 @@ def blame(error: BaseException) -> str:
     return "the model or the method cannot be run for many clients at once"
 
 
-def _first_line(error: BaseException) -> str:
+def said(error: BaseException) -> str:
+    """Where an error comes from and what it says, in one line."""
     text: Any = str(error).strip().splitlines()
-    return text[0] if text else type(error).__name__
+    return f"{blame(error)}; vmap says: {text[0] if text else type(error).__name__}"
