@@ -155,7 +155,7 @@ def questions_of_rounds(
         waits.clear()
 
     monkeypatch.setattr(GraphedStepper, "step", step)
-    for name in ("item", "tolist", "__bool__", "__float__", "__int__", "cpu", "numpy"):
+    for name in ("item", "tolist", "__bool__", "__float__", "__int__", "cpu"):
         counting(name)
     return rounds, after
 

@@ -61,7 +61,7 @@ class Draft:
         """The values by which stages decide, in order."""
         return [value for values in self.asked.values() for value in values.values()]
 
-    def decided(self, bound: Bound, told: Sequence[float]) -> ServerState:
+    def decided(self, bound: Bound, told: Sequence[transfer.Array]) -> ServerState:
         """The server after the round, given the answers to :meth:`questions`."""
         if not self.asked:
             return self.state
@@ -186,7 +186,7 @@ class Sorting:
         else:
             self.asked.ask([_floating(r) if r.size is None else {"size": r.size} for r in replies])
         self.ahead: tuple[int, Draft] | None = None
-        self.sound, self.told = True, list[float]()
+        self.sound, self.told = True, list[transfer.Array]()
 
     def anticipate(self, cohort: Callable[[Sequence[str]], Cohort]) -> None:
         """Aggregates as if all whole replies were finite, as they nearly always are, while the device is at work on them.
@@ -208,11 +208,12 @@ class Sorting:
         """The replies, sorted: from here on the device is waited for."""
         outcome = Outcome()
         unread = [reply.unread for reply in self.pending if reply.unread is not None]
+        losses = [torch.stack(unread)] if unread else []
         questions = [] if self.ahead is None else self.ahead[1].questions()
-        sound, told = self.asked.answer([*unread, *questions])
-        for reply, loss in zip(self.pending, told, strict=False):
+        sound, told = self.asked.answer([*losses, *questions])
+        for reply, loss in zip(self.pending, told[0].tolist() if unread else (), strict=True):
             reply.loss, reply.unread = loss, None
-        self.told = told[len(unread) :]
+        self.told = told[len(losses) :]
         each, rest = sound[: len(self.replies)], sound[len(self.replies) :]
         for reply, idle, fault, finite in zip(self.replies, self.skipped, self.faults, each, strict=True):
             if idle:

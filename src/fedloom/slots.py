@@ -354,7 +354,7 @@ class ServerStage:
         fn: the stage: it leaves alone what it is given, since it is called again where a reply turns out not to be finite.
         memory: initial server memory of the owner, ``(facts) -> dict of tensors``.
         when: the program after whose replies it runs.
-        decide: ``(memory, told, cohort) -> changed entries`` by the values of ``reduced["asked"]``, in the round's one answer of the device.
+        decide: ``(memory, told, cohort) -> changed entries``, where arrays ``told`` are the tensors ``reduced["asked"]``.
         report: ``(memory) -> facts`` of the round (numbers, texts, lists, dictionaries), found in its record by the owner's name.
     """
 
@@ -362,7 +362,7 @@ class ServerStage:
     fn: Callable[[Message, Leaves, Cohort], tuple[Message, Leaves]]
     memory: Callable[[Facts], Leaves] | None = None
     when: Literal["round", "setup"] = "round"
-    decide: Callable[[Leaves, Mapping[str, float], Cohort], Leaves] | None = None
+    decide: Callable[[Leaves, Mapping[str, np.ndarray], Cohort], Leaves] | None = None
     report: Callable[[Leaves], Mapping[str, Any]] | None = None
 
 

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
+
+Array = npt.NDArray[Any]
 
 
 def onto(value: Tensor, device: torch.device) -> Tensor:
@@ -22,7 +27,7 @@ def read(values: Sequence[Tensor]) -> list[float]:
     """
     question = Question()
     question.ask(values)
-    return question.answer()
+    return question.answer()[0]
 
 
 def alike(values: Sequence[Tensor]) -> Collection[list[int]]:
@@ -39,29 +44,39 @@ def alike(values: Sequence[Tensor]) -> Collection[list[int]]:
 
 
 class Question:
-    """Values of tensors of one element that the host will want: collected at once, answered when it has nothing else to do."""
+    """Values that the host will want: collected at once, answered when it has nothing else to do."""
 
     def __init__(self) -> None:
         self._vectors: list[Tensor] = []
         self._places: list[int] = []
 
     def ask(self, values: Sequence[Tensor]) -> None:
-        """Asks for some more values; nobody waits."""
+        """Asks for the values of some more tensors of one element; nobody waits."""
         begin = len(self._places)
         for at in alike(values):
             self._vectors.append(torch.stack([values[i] for i in at]))
             self._places += [begin + i for i in at]
 
-    def answer(self) -> list[float]:
-        """All values in the order of asking, in one answer from the device."""
-        vectors = self._vectors
+    def answer(self, others: Sequence[Tensor] = ()) -> tuple[list[float], list[Array]]:
+        """All values in the order of asking, and other tensors of any shape: in one answer from the device.
+
+        Example:
+            >>> question = Question()
+            >>> question.ask([torch.tensor(1.5)])
+            >>> question.answer([torch.eye(2, dtype=torch.int64)])
+            ([1.5], [array([[1., 0.],
+                   [0., 1.]])])
+        """
+        vectors = [*self._vectors, *(value.reshape(-1) for value in others)]
         if not vectors:
-            return []
-        alike = len({v.dtype for v in vectors}) < 2
+            return [], []
+        plain = len({v.dtype for v in vectors}) < 2 and vectors[0].dtype is not torch.bfloat16  # which numpy lacks
         # A conversion a vector, not one a value: each is a kernel of its own.
-        whole = vectors[0] if len(vectors) == 1 else torch.cat([v if alike else v.double() for v in vectors])
-        told: list[float] = whole.tolist()
-        found = [0.0] * len(told)
-        for place, value in zip(self._places, told, strict=True):
+        vectors = vectors if plain else [v.double() for v in vectors]
+        whole = (vectors[0] if len(vectors) == 1 else torch.cat(vectors)).cpu().numpy()
+        found, count = [0.0] * len(self._places), len(self._places)
+        for place, value in zip(self._places, whole[:count].tolist(), strict=True):
             found[place] = value
-        return found
+        ends = np.cumsum([count, *(value.numel() for value in others)])
+        rest = zip(others, ends[:-1], ends[1:], strict=True)
+        return found, [whole[begin:end].reshape(tuple(value.shape)) for value, begin, end in rest]

@@ -148,8 +148,8 @@ def off(gates: Leaves) -> list[str]:
     return [name for name, value in zip(gates, told, strict=True) if not value]
 
 
-def finite(trees: Sequence[Leaves], others: Sequence[Tensor] = ()) -> tuple[list[bool], list[float]]:
-    """For each tree whether it holds no NaN and no infinity, and the values of other tensors of one element.
+def finite(trees: Sequence[Leaves], others: Sequence[Tensor] = ()) -> tuple[list[bool], list[transfer.Array]]:
+    """For each tree whether it holds no NaN and no infinity, and other tensors of any shape, on the host.
 
     There is one answer from the device, not one per tensor: each makes the host wait for all that was begun there.
     """
@@ -186,9 +186,8 @@ class Finite:
         self._counts += [1] * len(known)
         self._question.ask(known)
 
-    def answer(self, others: Sequence[Tensor] = ()) -> tuple[list[bool], list[float]]:
-        """For each tree in the order of asking whether it is finite, and the values of other tensors of one element."""
-        self._question.ask(others)
-        told = iter(self._question.answer())
-        sound = [all(list(map(math.isfinite, islice(told, count)))) for count in self._counts]
-        return sound, list(told)
+    def answer(self, others: Sequence[Tensor] = ()) -> tuple[list[bool], list[transfer.Array]]:
+        """For each tree in the order of asking whether it is finite, and other tensors of any shape, on the host."""
+        found, arrays = self._question.answer(others)
+        told = iter(found)
+        return [all(list(map(math.isfinite, islice(told, count)))) for count in self._counts], arrays

@@ -7,17 +7,20 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import fedloom as fl
 from fedloom import server
+from fedloom.aggregators import block_sampling
 from fedloom.engines.vectorised import VectorisedEngine
 from fedloom.engines.vectorised.graphed import GraphedStepper
 from tests.helpers import bn_mlp, federation, fit, questions_of_rounds
 
 DATA = federation((64, 64, 64, 64, 64, 64))
-OPTIONS = {"cohort": 4, "epochs": 1, "batch_size": 64, "evaluate": {"every": 0}, "rounds": 6}
+OPTIONS = {"device": "cpu", "cohort": 4, "epochs": 1, "batch_size": 64, "evaluate": {"every": 0}, "rounds": 6}
 
 
 class Calls(TorchDispatchMode):
@@ -73,6 +76,15 @@ def test_few_operations_stand_between_the_answer_and_the_next_step(
         assert made.total() <= most, made
 
 
+def test_the_similarities_of_fedaims_come_with_the_one_answer_of_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the host has of clients' bodies, by which it groups them, and what it reports, it need not ask for."""
+    monkeypatch.setattr(block_sampling, "cosines", lambda vectors, known: np.eye(len(vectors)))
+    rounds, after = questions_of_rounds(monkeypatch, lambda value: value.shape == (4,))
+    model = fl.models.mlp(6, 3, hidden=(8, 8, 8))
+    fit("fedaims", model, DATA, engine=VectorisedEngine(step="graphed"), **OPTIONS, callbacks=[after])
+    assert rounds[1:5] == [["cpu"]] * 4
+
+
 @pytest.mark.parametrize("method", ["fedavg + lag(k=1)", "fedavg + isr + lag(k=1, score='variance')"])
 def test_the_scores_of_lag_come_with_the_one_answer_of_a_round(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the host itself decided in an earlier round, it need not ask for."""
@@ -87,4 +99,4 @@ def test_the_scores_of_lag_come_with_the_one_answer_of_a_round(method: str, monk
     monkeypatch.setattr(module, "_common", remembered)
     rounds, after = questions_of_rounds(monkeypatch, lambda value: id(value) in own)
     fit(method, bn_mlp(), DATA, engine=VectorisedEngine(step="graphed"), **OPTIONS, callbacks=[after])
-    assert rounds[1:5] == [["tolist"]] * 4
+    assert rounds[1:5] == [["cpu"]] * 4

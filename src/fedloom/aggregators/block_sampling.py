@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Literal
 
@@ -12,7 +12,6 @@ from torch import Tensor
 
 from fedloom import rng, transfer
 from fedloom.aggregators.similarity import (
-    WIDTH,
     coordinates,
     cosines,
     dealt_groups,
@@ -26,10 +25,13 @@ from fedloom.record import Method
 from fedloom.reducers import stack
 from fedloom.slots import Prepare, Prepared, ServerStage, Stage
 from fedloom.structure import Structure
+from fedloom.transfer import Array
 from fedloom.types import Cohort, Facts, Leaves, Message, Seen
 
 OWNER = "block_sampling"
 BODIES = "bodies"
+LATEST, USED = "latest:", "used:"
+"""Begin the names of a client's vectors: the last one, and the one of the last refresh where similarities have a period."""
 
 
 def sampled(
@@ -62,10 +64,11 @@ def sampled(
         if not groups:
             return Prepared(memory=memory)
         if assign == "round_robin":
-            chosen = {n: (max(i, 0) + cohort.round - 1) % groups + 1 for n, i in _indices(cohort).items()}
+            index = _places(cohort.order)  # one that is not of the federation goes with its first
+            chosen = {n: (index.get(n, 0) + cohort.round - 1) % groups + 1 for n in cohort.ids}
         else:
             if clustering:
-                parts = unlike_groups(_similarity(memory, cohort), groups)
+                parts = unlike_groups(_similarity(memory, cohort, LATEST if period == 1 else USED), groups)
             else:
                 draw = rng.stream(cohort.seed, "sample", "blocks", cohort.round)
                 parts = dealt_groups(draw.permutation(len(cohort)).tolist(), groups)
@@ -77,36 +80,28 @@ def sampled(
 
     def learn(reduced: Message, memory: Leaves, cohort: Cohort) -> tuple[Message, Leaves]:
         moved = {n: reduced[BODIES][n] for n in _body(cohort.structure) if n in reduced[BODIES]}
-        latest, known, clients = memory["latest"], memory["known"], len(cohort)
         base = cohort.leaves if similarity == "raw" else None
-        vectors = project(moved, cohort.seed, drawn=drawn, base=base).to(latest.dtype)
-        alike = likeness(vectors)
-        asked = torch.cat([farthest(moved, reduced["delta"])[None], alike.flatten(), vectors.flatten().double()])
-        where = torch.tensor(list(_indices(cohort).values()), device=latest.device)
-        if not known.numel():
-            latest, known = latest.new_zeros(cohort.population, latest.shape[1]), known.new_zeros(cohort.population)
-        latest, known = latest.clone(), known.index_fill(0, where, 1.0)
-        # All that can be done without the device's answer has been done; the rest is of the host, which groups clients.
-        apart, pairs, ended = asked.cpu().split([1, clients**2, vectors.numel()])
-        latest.index_copy_(0, where, ended.view(clients, -1).to(latest))
-        facts = [float(apart), *_spread(pairs.view(clients, clients).numpy())]
-        memory = {**memory, "latest": latest, "known": known, "facts": torch.tensor(facts).to(memory["facts"])}
+        vectors = project(moved, cohort.seed, drawn=drawn, base=base).to(memory["facts"].dtype)
+        asked = {"vectors": vectors, "likeness": likeness(vectors), "apart": farthest(moved, reduced["delta"])}
+        return {**{k: v for k, v in reduced.items() if k != BODIES}, "asked": asked}, memory
+
+    def keep(memory: Leaves, told: Mapping[str, Array], cohort: Cohort) -> Leaves:
+        like = memory["facts"]
+        # Copied one by one: a view would keep those of the whole cohort for as long as one is kept.
+        made = {f"{LATEST}{n}": torch.tensor(v).to(like) for n, v in zip(cohort.ids, told["vectors"], strict=True)}
         if period > 1 and cohort.round % period == 0:
-            memory |= {"used": latest, "used_known": known}
-        return {k: v for k, v in reduced.items() if k != BODIES}, memory
+            made |= {USED + k.removeprefix(LATEST): v for k, v in (memory | made).items() if k.startswith(LATEST)}
+        facts = [float(told["apart"]), *_spread(told["likeness"])]
+        return made | {"facts": torch.tensor(facts).to(like)}
 
     def blank(facts: Facts) -> Leaves:
         like = next(v for v in facts.start.values() if v.is_floating_point())
         sent = facts.travelling()
-        width = min(sum(sent[n].numel() for n in _body(facts.structure) if n in sent), WIDTH)
-        if not width:
+        if not any(sent[n].numel() for n in _body(facts.structure) if n in sent):
             raise Conflict(
                 f"'aims' cannot be stacked on {method.text!r}: it uploads no body whose likeness could be found"
             )
-        shapes = {"latest": (0, width), "known": (0,), "facts": (4,)}
-        # Of the host, which groups clients by them and reports them.
-        empty = {k: torch.zeros(shape, dtype=like.dtype) for k, shape in shapes.items()}
-        return empty if period == 1 else empty | {"used": empty["latest"], "used_known": empty["known"]}
+        return {"facts": torch.zeros(4, dtype=like.dtype)}  # of the host, as are clients' vectors: it groups them
 
     def report(memory: Leaves) -> dict[str, float]:
         return dict(
@@ -114,7 +109,7 @@ def sampled(
         )
 
     stage = Stage(owner=OWNER, fn=lambda message, memory, seen: (message, memory), also={BODIES: ("delta", stack())})
-    keeping = (ServerStage(owner=OWNER, fn=learn, memory=blank, report=report),)
+    keeping = (ServerStage(owner=OWNER, fn=learn, memory=blank, decide=keep, report=report),)
     return method.adding(
         stages=(stage,) if clustering else (),
         prepare=(Prepare(owner=OWNER, fn=give, told="block"),),
@@ -127,21 +122,14 @@ def block_of(seen: Seen) -> Tensor:
     return seen.addressed[OWNER]["block"]
 
 
-def _similarity(memory: Leaves, cohort: Cohort) -> np.ndarray:
-    """Pairwise similarity of the cohort's clients from the last refresh; 0 for clients that are not known."""
-    vectors, known = memory.get("used", memory["latest"]), memory.get("used_known", memory["known"])
-    if not known.numel():
+def _similarity(memory: Leaves, cohort: Cohort, kept: str) -> np.ndarray:
+    """Pairwise similarity of the cohort's clients by the vectors that are kept; 0 for clients that are not known."""
+    vectors = [memory.get(f"{kept}{name}") for name in cohort.ids]
+    some = next((v for v in vectors if v is not None), None)
+    if some is None:
         return np.zeros((len(cohort), len(cohort)))
-    places = list(_indices(cohort).values())
-    rows = torch.tensor(places, device=known.device)
-    flags = known[rows]  # those of the federation's last client for one that is not of it
-    return cosines(vectors[rows], flags if min(places) >= 0 else flags * (rows >= 0))
-
-
-def _indices(cohort: Cohort) -> dict[str, int]:
-    """Where the clients of a round stand in the federation; -1 for one that is not of it."""
-    index = _places(cohort.order)
-    return {name: index.get(name, -1) for name in cohort.ids}
+    known = torch.tensor([v is not None for v in vectors])
+    return cosines(torch.stack([torch.zeros_like(some) if v is None else v for v in vectors]), known)
 
 
 @lru_cache(maxsize=4)

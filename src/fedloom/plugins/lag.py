@@ -16,6 +16,7 @@ from fedloom.reducers import mean, stack
 from fedloom.registry import plugin
 from fedloom.slots import Rule, ServerStage, Stage
 from fedloom.structure import LeafInfo, Structure
+from fedloom.transfer import Array
 from fedloom.types import Cohort, Facts, Leaves, Memory, Message
 
 OWNER = "lag"
@@ -133,19 +134,19 @@ class _Lag:
             fixed = layers if self.select == "conflict" else self.choose(dict.fromkeys(layers, 0.0))
             stored = [leaf for name in fixed for leaf in layers[name]]
             reduced, made = self.average(reduced, made, cohort, stored, off)
-        return {**reduced, "asked": dict(zip(layers, rated.unbind(), strict=True))}, made
+        return {**reduced, "asked": {"scores": rated}}, made
 
-    def decide(self, memory: Leaves, told: Mapping[str, float], cohort: Cohort) -> Leaves:
+    def decide(self, memory: Leaves, told: Mapping[str, Array], cohort: Cohort) -> Leaves:
         """This round's scores and their sums, and the gates that turn: nothing that the device would have to do."""
-        scores = {name: _ten_digits(v) if self.score == "variance" else v for name, v in told.items()}
-        before = _common(memory, "total:")
+        before, gated = _common(memory, "total:"), _common(memory, "gate:")
+        found = zip(self.layers(cohort.structure, gated), told["scores"].tolist(), strict=True)
+        scores = {name: _ten_digits(v) if self.score == "variance" else v for name, v in found}
         totals = {name: before[name].item() + value for name, value in scores.items()}
         numbers = torch.tensor([*scores.values(), *totals.values()], dtype=torch.float64).unbind()
         names = [f"{what}:{name}" for what in ("score", "total") for name in scores]
         made = dict(zip(names, numbers, strict=True))
         chosen = self.scheduled(scores, totals, cohort) if self.k else None
         if chosen is not None:
-            gated = _common(memory, "gate:")
             now = set(chosen) if self.granularity == "tensor" else _leaves(chosen, cohort.structure) & gated.keys()
             here = all(v.is_cpu for v in gated.values())  # after a checkpoint they are where all else is
             turned = now ^ set(tree.off(gated)) if here else gated.keys()
