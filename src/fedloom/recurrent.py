@@ -1,7 +1,7 @@
 """Recurrent layers that can be mapped over clients: ``nn.LSTM``, ``nn.GRU`` and ``nn.RNN`` step by step.
 
-torch's own kernels have no rule for ``vmap``. Under it, these layers run the same equations one time step after another;
-elsewhere they are torch's.
+torch's own kernels have no rule for ``vmap``. Under it, these layers run the same equations one time step after another, for all
+clients at once; elsewhere they are torch's. Gradients that are differentiated again are made of plain operations.
 """
 
 from __future__ import annotations
@@ -13,31 +13,63 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-Cell = Callable[[Tensor, tuple[Tensor, ...], Tensor, Tensor, Tensor | None, Tensor | None], tuple[Tensor, ...]]
+from fedloom.kernels import recurrent
+
+Weights = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
+Cell = Callable[[Tensor, tuple[Tensor, ...], Tensor, Tensor | None], tuple[Tensor, ...]]
+"""``(input times its weights, state, weight, bias) -> state``."""
 
 
-def _lstm(x: Tensor, state: tuple[Tensor, ...], wi: Tensor, wh: Tensor, bi: Any, bh: Any) -> tuple[Tensor, ...]:
+def _lstm(x: Tensor, state: tuple[Tensor, ...], wh: Tensor, bh: Tensor | None) -> tuple[Tensor, ...]:
     h, c = state
-    i, f, g, o = (nn.functional.linear(x, wi, bi) + nn.functional.linear(h, wh, bh)).chunk(4, -1)
+    i, f, g, o = (x + nn.functional.linear(h, wh, bh)).chunk(4, -1)
     c = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)
     return torch.sigmoid(o) * torch.tanh(c), c
 
 
-def _gru(x: Tensor, state: tuple[Tensor, ...], wi: Tensor, wh: Tensor, bi: Any, bh: Any) -> tuple[Tensor, ...]:
+def _gru(x: Tensor, state: tuple[Tensor, ...], wh: Tensor, bh: Tensor | None) -> tuple[Tensor, ...]:
     (h,) = state
-    xr, xz, xn = nn.functional.linear(x, wi, bi).chunk(3, -1)
+    xr, xz, xn = x.chunk(3, -1)
     hr, hz, hn = nn.functional.linear(h, wh, bh).chunk(3, -1)
     r, z = torch.sigmoid(xr + hr), torch.sigmoid(xz + hz)
     n = torch.tanh(xn + r * hn)
     return ((1 - z) * n + z * h,)
 
 
-def _rnn(squash: Callable[[Tensor], Tensor]) -> Cell:
-    def cell(x: Tensor, state: tuple[Tensor, ...], wi: Tensor, wh: Tensor, bi: Any, bh: Any) -> tuple[Tensor, ...]:
-        (h,) = state
-        return (squash(nn.functional.linear(x, wi, bi) + nn.functional.linear(h, wh, bh)),)
+def _tanh(x: Tensor, state: tuple[Tensor, ...], wh: Tensor, bh: Tensor | None) -> tuple[Tensor, ...]:
+    return (torch.tanh(x + nn.functional.linear(state[0], wh, bh)),)
 
-    return cell
+
+def _relu(x: Tensor, state: tuple[Tensor, ...], wh: Tensor, bh: Tensor | None) -> tuple[Tensor, ...]:
+    return (torch.relu(x + nn.functional.linear(state[0], wh, bh)),)
+
+
+_CELLS: dict[recurrent.Kind, Cell] = {"lstm": _lstm, "gru": _gru, "tanh": _tanh, "relu": _relu}
+
+
+def _layer(
+    kind: recurrent.Kind, x: Tensor, weights: Weights, state: tuple[Tensor, ...] | None, *, backwards: bool
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """As the cohort's layer, of plain operations."""
+    wi, wh, bi, bh = weights
+    if state is None:
+        zero = x.new_zeros(x.shape[1], wh.shape[1])
+        state = (zero, zero) if kind == "lstm" else (zero,)
+    inputs, seen = nn.functional.linear(x, wi, bi), []
+    for t in reversed(range(len(x))) if backwards else range(len(x)):
+        state = _CELLS[kind](inputs[t], state, wh, bh)
+        seen.append(state[0])
+    return torch.stack(seen[::-1] if backwards else seen), state
+
+
+def _of_a_cohort(x: Tensor) -> bool:
+    """Whether a tensor is one client's inside ``vmap``, also inside a gradient there."""
+    functorch = torch._C._functorch
+    while functorch.is_functorch_wrapped_tensor(x):
+        if functorch.is_batchedtensor(x):
+            return True
+        x = functorch.get_unwrapped(x)
+    return False
 
 
 class _Mapped(nn.RNNBase, ABC):
@@ -55,40 +87,36 @@ class _Mapped(nn.RNNBase, ABC):
     def forward(self, input: Any, hx: Any = None) -> Any:
         if isinstance(input, Tensor) and input.dim() == 3:
             tensors = [t for t in (input, *self._flat_weights) if t is not None]
-            if any(torch._C._functorch.is_batchedtensor(t) for t in tensors):
+            if any(_of_a_cohort(t) for t in tensors):
                 return self._stepwise(input, hx)
         return super().forward(input, hx)
 
     def _stepwise(self, x: Tensor, hx: Any) -> Any:
-        cell, parts = self._cell()
+        kind = self._kind()
         x = x.transpose(0, 1) if self.batch_first else x
         ways = 2 if self.bidirectional else 1
-        if hx is None:
-            zero = x.new_zeros(x.shape[1], self.hidden_size)
-            begin = [tuple(zero for _ in range(parts)) for _ in range(self.num_layers * ways)]
-        else:
-            given = hx if isinstance(hx, tuple) else (hx,)
-            begin = [tuple(part[i] for part in given) for i in range(self.num_layers * ways)]
+        given = () if hx is None else hx if isinstance(hx, tuple) else (hx,)
         ends = []
         for layer in range(self.num_layers):
             outputs = []
             for way in range(ways):
                 tail = f"l{layer}{'_reverse' if way else ''}"
-                weights = [
+                wi, wh, bi, bh = (
                     self._parameters.get(f"{n}_{tail}") for n in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
-                ]
-                state, seen = begin[layer * ways + way], []
-                for t in reversed(range(x.shape[0])) if way else range(x.shape[0]):
-                    state = cell(x[t], state, *weights)  # type: ignore[arg-type]
-                    seen.append(state[0])
-                ends.append(state)
-                outputs.append(torch.stack(seen[::-1] if way else seen))
-            x = torch.cat(outputs, -1)
+                )
+                assert wi is not None and wh is not None
+                state = tuple(part[layer * ways + way] for part in given) or None
+                together = recurrent.serves(x, wi, wh, bi, bh, *(state or ()))
+                run = recurrent.layer if together else _layer
+                seen, end = run(kind, x, (wi, wh, bi, bh), state, backwards=bool(way))
+                outputs.append(seen)
+                ends.append(end)
+            x = torch.cat(outputs, -1) if ways > 1 else outputs[0]
             if self.dropout and self.training and layer + 1 < self.num_layers:
                 keep = (self._noise(x) >= self.dropout).to(x.dtype)
                 x = x * keep / (1 - self.dropout)
-        last = tuple(torch.stack([end[i] for end in ends]) for i in range(parts))
-        return x.transpose(0, 1) if self.batch_first else x, last if parts > 1 else last[0]
+        last = tuple(torch.stack(parts) for parts in zip(*ends, strict=True))
+        return x.transpose(0, 1) if self.batch_first else x, last if kind == "lstm" else last[0]
 
     def _noise(self, x: Tensor) -> Tensor:
         from fedloom.layers import uniform_like
@@ -96,28 +124,28 @@ class _Mapped(nn.RNNBase, ABC):
         return uniform_like(x, x.shape)
 
     @abstractmethod
-    def _cell(self) -> tuple[Cell, int]:
-        """The equations of one time step, and how many tensors a state has."""
+    def _kind(self) -> recurrent.Kind:
+        """Of the cells."""
 
 
 class MappedLSTM(_Mapped, nn.LSTM):
     """``nn.LSTM``; projections run on the loop engine only."""
 
-    def _cell(self) -> tuple[Cell, int]:
+    def _kind(self) -> recurrent.Kind:
         if self.proj_size:
             raise RuntimeError("an LSTM with proj_size cannot be run for many clients at once")
-        return _lstm, 2
+        return "lstm"
 
 
 class MappedGRU(_Mapped, nn.GRU):
     """``nn.GRU``."""
 
-    def _cell(self) -> tuple[Cell, int]:
-        return _gru, 1
+    def _kind(self) -> recurrent.Kind:
+        return "gru"
 
 
 class MappedRNN(_Mapped, nn.RNN):
     """``nn.RNN``."""
 
-    def _cell(self) -> tuple[Cell, int]:
-        return _rnn(torch.relu if self.mode == "RNN_RELU" else torch.tanh), 1
+    def _kind(self) -> recurrent.Kind:
+        return "relu" if self.mode == "RNN_RELU" else "tanh"
