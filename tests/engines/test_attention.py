@@ -123,6 +123,11 @@ def test_masks(shape: tuple[int, ...], axis: int | None, boolean: bool) -> None:
     both(attend, (0, 0, 0, axis), [random(*Q), random(*K), random(*K), mask])
 
 
+def test_what_no_client_owns_is_computed_once() -> None:
+    k, x = random(*K[1:]), random(3, 1)
+    both(lambda x, k: attend(k, k, k) * x, (0, None), [x, k])
+
+
 def test_a_mask_alone_is_each_clients_own() -> None:
     both(attend, (None, None, None, 0), [random(*Q[1:]), random(*K[1:]), random(*K[1:]), random(3, 5, 7)])
 
@@ -201,6 +206,8 @@ def test_noise() -> None:
             torch.vmap(fn)(x)
     assert not torch.equal(own[0], own[1])
     assert torch.equal(same[0], same[1])
+    alike = over_clients(lambda n: fn(x[0]) + n)(torch.zeros(3, 1, 1, 1, device=DEVICE, dtype=DTYPE))
+    assert not torch.equal(alike[0], alike[1])
     draws = torch.stack([over_clients(fn)(x) for _ in range(400)])
     assert torch.allclose(draws.mean((0, 1)), attend(x[0], x[0], x[0]), atol=0.25)
 

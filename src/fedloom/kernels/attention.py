@@ -20,6 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.backends import mha
 
+from fedloom.kernels.cohort import mapped
+
 OPERATOR = "scaled_dot_product_attention"
 MOST = (1 << 16) - 1
 """Most sequences of one call: kernels count them along an axis of the grid that ends there."""
@@ -70,17 +72,21 @@ def _registered() -> torch.library.Library:
     return library
 
 
-def _entered(*args: Any, **named: Any) -> Any:
+def _entered(query: Tensor, *args: Any, **named: Any) -> Any:
     """Attention inside ``vmap``: by the rule, unless its noise is not each client's own."""
     from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 
     operator: Any = torch.ops.aten.scaled_dot_product_attention.default
-    noise = named.get("dropout_p", args[4] if len(args) > 4 else 0.0)
-    level: Any = retrieve_current_functorch_interpreter()
-    if noise and str(level.randomness()) != "different":
-        return operator.decompose(*args, **named)
+    noise = named.get("dropout_p", args[3] if len(args) > 3 else 0.0)
+    if noise:
+        level: Any = retrieve_current_functorch_interpreter()
+        if level.randomness() != "different":
+            return operator.decompose(query, *args, **named)
+        if not any(isinstance(t, Tensor) and mapped(t) for t in (query, *args, *named.values())):
+            each = query.expand(level.batch_size(), *query.shape)  # noise is all that clients differ in
+            query = torch._C._functorch._add_batch_dim(each, 0, level.level())
     with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.FuncTorchVmapMode)):
-        return operator(*args, **named)
+        return operator(query, *args, **named)
 
 
 def _rule(
