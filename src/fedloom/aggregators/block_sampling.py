@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedloom import rng, transfer
+from fedloom import rng, transfer, tree
 from fedloom.aggregators.similarity import (
     coordinates,
     cosines,
@@ -88,7 +88,8 @@ def sampled(
     def keep(memory: Leaves, told: Mapping[str, Array], cohort: Cohort) -> Leaves:
         like = memory["facts"]
         # Copied one by one: a view would keep those of the whole cohort for as long as one is kept.
-        made = {f"{LATEST}{n}": torch.tensor(v).to(like) for n, v in zip(cohort.ids, told["vectors"], strict=True)}
+        each = tree.copies(torch.from_numpy(told["vectors"]).to(like).unbind())
+        made = dict(zip([f"{LATEST}{name}" for name in cohort.ids], each, strict=True))
         if period > 1 and cohort.round % period == 0:
             made |= {USED + k.removeprefix(LATEST): v for k, v in (memory | made).items() if k.startswith(LATEST)}
         facts = [float(told["apart"]), *_spread(told["likeness"])]

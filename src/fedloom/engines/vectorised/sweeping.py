@@ -35,10 +35,6 @@ Types = tuple[torch.dtype, ...]
 Path = tuple[Hashable, ...]
 
 
-def _spread_dims(value: Tensor) -> tuple[int, ...]:
-    return tuple(d for d, (n, step) in enumerate(zip(value.shape, value.stride(), strict=True)) if not step and n > 1)
-
-
 def distinct(
     values: Any, own: Callable[[Path], bool] = lambda path: False
 ) -> tuple[Hashable, list[tuple[int, tuple[int, ...]]], list[Tensor]]:
@@ -58,16 +54,18 @@ def distinct(
     places: list[tuple[int, tuple[int, ...]]] = []
     tensors: list[Tensor] = []
     for path, value in tree.spread(values).items():
-        owned = own(path)
-        core, dims = value, () if owned else _spread_dims(value)
-        for dim in reversed(dims):
-            core = core.select(dim, 0)
-        lies = (core.shape, None if owned else core.stride(), core.dtype)
-        place = known.setdefault((core.data_ptr(), core.stride(), *lies), len(tensors))
+        shape, steps, owned = value.shape, value.stride(), own(path)
+        dims: tuple[int, ...] = ()
+        if 0 in steps and not owned:
+            dims = tuple(d for d, step in enumerate(steps) if not step and shape[d] > 1)
+            for dim in reversed(dims):
+                value = value.select(dim, 0)
+        lies = (value.shape, value.stride()) if dims else (shape, steps)
+        place = known.setdefault((value.data_ptr(), *lies, value.dtype, owned), len(tensors))
         if place == len(tensors):
-            tensors.append(core)
+            tensors.append(value)
         places.append((place, dims))
-        facts.append((path, value.shape, dims, lies, place))
+        facts.append((path, shape, dims, lies[0], None if owned else lies[1], value.dtype, place))
     return tuple(facts), places, tensors
 
 
