@@ -319,8 +319,9 @@ class Desk:
                     memory[stage.owner] = kept
             return message, memory
 
+        call = fn if all(s.stacked for s in stages) else partial(self.layout.call, fn)
         with torch.no_grad():
-            self.message, self.private["memory"] = self.layout.call(fn, self.leaves, self.private)
+            self.message, self.private["memory"] = call(self.leaves, self.private)
 
     def replies(self, *, read: bool = True) -> list[Reply]:
         """One reply per client; without ``read`` their losses stay on the device, for which nobody then waits here."""

@@ -294,6 +294,7 @@ class Stage:
         when: the program whose ``Send`` runs it.
         follows: owners whose stages must come earlier if they are present.
         wire: bytes that an entry takes on the wire, ``(entry) -> int``, where it is not sent as the tensors that the server works with.
+        stacked: whether ``fn`` does to all clients' tensors along a first axis what it does to one client's: element by element.
     """
 
     owner: str
@@ -304,6 +305,7 @@ class Stage:
     when: Literal["round", "setup", "server"] = "round"
     follows: tuple[str, ...] = ()
     wire: Mapping[str, Callable[[Leaves], int]] = field(default_factory=dict)
+    stacked: bool = False
 
 
 # Slot 5: server -------------------------------------------------------------------------------------------

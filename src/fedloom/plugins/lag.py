@@ -326,7 +326,7 @@ def lag(
         if k:
             method = method.replacing_gate(OWNER, rankable, gates)
         return method.adding(
-            stages=(Stage(owner=OWNER, fn=_nothing, also={"lag": ("delta", stack())}),),
+            stages=(Stage(owner=OWNER, fn=_nothing, also={"lag": ("delta", stack())}, stacked=True),),
             server=(
                 ServerStage(
                     owner=OWNER, fn=options.stage, memory=options.memory, decide=options.decide, report=options.report

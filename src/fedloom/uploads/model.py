@@ -45,4 +45,4 @@ def send_model(weight: str = "n", *, buffers: str = "n", log: bool = False) -> S
         return message, memory
 
     entries = {"delta": mean(weight, log=log), "buffers": mean(buffers), "counters": maximum()}
-    return Stage(owner="model", fn=fn, entries=entries)
+    return Stage(owner="model", fn=fn, entries=entries, stacked=True)
