@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 import time
+from dataclasses import replace
+from typing import Literal
 
 import pytest
 import torch
@@ -309,3 +311,14 @@ def test_what_clients_have_is_read_leaf_by_leaf_too_and_some_clients_at_a_time(
     for name, value in made.items():
         if name.startswith(VALUE) and name.count(":") == 1:
             assert value.untyped_storage().nbytes() == value.nbytes
+
+
+@pytest.mark.parametrize("norm", ["shared", "personal"])
+def test_an_upload_of_a_whole_wave_is_that_of_its_clients(norm: Literal["shared", "personal"]) -> None:
+    """Mapped over the clients or not, to the bit: with personal layers, running statistics and counters."""
+    method = fl.fedlag(k=1, xi=0.5, norm=norm)
+    assert all(stage.stacked for stage in method.upload)
+    mapped = replace(method, upload=tuple(replace(stage, stacked=False) for stage in method.upload))
+    a, b = (fit(m, bn_mlp(), DATA, rounds=3, epochs=1, cohort=3, engine="vectorised") for m in (method, mapped))
+    assert any(record["lag"]["personal"] for record in a.history)
+    assert identical(everything(a), everything(b))
