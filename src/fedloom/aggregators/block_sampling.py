@@ -109,7 +109,7 @@ def sampled(
             zip(("kappa2", "similarity_min", "similarity", "similarity_max"), memory["facts"].tolist(), strict=True)
         )
 
-    stage = Stage(owner=OWNER, fn=lambda message, memory, seen: (message, memory), also={BODIES: ("delta", stack())})
+    stage = Stage(owner=OWNER, fn=lambda m, memory, seen: (m, memory), also={BODIES: ("delta", stack())}, stacked=True)
     keeping = (ServerStage(owner=OWNER, fn=learn, memory=blank, decide=keep, report=report),)
     return method.adding(
         stages=(stage,) if clustering else (),
