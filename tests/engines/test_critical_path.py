@@ -100,3 +100,21 @@ def test_the_scores_of_lag_come_with_the_one_answer_of_a_round(method: str, monk
     rounds, after = questions_of_rounds(monkeypatch, lambda value: id(value) in own)
     fit(method, bn_mlp(), DATA, engine=VectorisedEngine(step="graphed"), **OPTIONS, callbacks=[after])
     assert rounds[1:5] == [["cpu"]] * 4
+
+
+@pytest.mark.parametrize("method", ["fedavg", "fedavg + lag(k=1)"])
+def test_a_further_client_costs_a_round_few_operations(method: str) -> None:
+    """Two sums, whatever the leaves: what clients keep, send and have is made for all of them at once."""
+
+    def of_a_round(cohort: int) -> int:
+        found, calls = list[int](), Calls()
+
+        def after(record: Any) -> None:
+            found.append(calls.made.total())
+
+        options = {**OPTIONS, "cohort": cohort, "callbacks": [after]}
+        with calls:
+            fit(method, bn_mlp(), DATA, engine=VectorisedEngine(step="graphed"), **options)
+        return found[4] - found[3]
+
+    assert of_a_round(6) - of_a_round(3) <= 3 * 2
