@@ -1,7 +1,7 @@
 """Cohorts on one GPU beside a hand-written loop, in one process: networks, methods, precisions, unequal clients.
 
-    python benchmarks/gpu.py                     # everything (about two minutes on an H200)
-    python benchmarks/gpu.py --only cnn methods
+    python benchmarks/gpu.py                     # everything (about four minutes on an H200)
+    python benchmarks/gpu.py --only networks methods
 
 Images are CIFAR-shaped bytes on the device, batch 64, one local epoch, SGD; rows of the perceptron are numbers, batch 32, Adam. The loop has
 its data on the device and torch's default precision; so has fedloom in fp32. Medians of rounds from the third on.
@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from lib import others
 from lib.side import HandWritten, State
 from torch import Tensor, nn
 
@@ -160,14 +161,39 @@ def networks() -> list[str]:
             False,
         ),
     }
+    return _beside(cases, ("fp32", "tf32", "bf16"))
+
+
+def strange() -> list[str]:
+    """A table: fedavg on networks that nobody tuned anything for."""
+    images = pictures([500] * 20)
+    texts, signals, numbers = (
+        [(x.numpy(), y.numpy()) for x, y in others.data(kind, 20)] for kind in ("texts", "signals", "rows")
+    )
+    found: dict[str, tuple[Make, Any]] = {
+        "LeNet-5": (others.lenet, images),
+        "convolutions over time, BatchNorm": (others.heartbeats, signals),
+        "perceptron 784-2048-2048-10": (others.wide, numbers),
+        "convolutions, GroupNorm, GELU, dropout": (others.grouped, images),
+        "LSTM, two layers of 128": (others.Recurrent, texts),
+        "transformer, two layers of 64": (others.Transformer, texts),
+    }
+    found |= {
+        name: (make, images) for name, make in others.installed(timm=others.vit, torchvision=others.mobile).items()
+    }
+    return _beside({name: (make, data, 10, 64, False) for name, (make, data) in found.items()}, ("fp32", "bf16"))
+
+
+def _beside(cases: dict[str, tuple[Make, Any, int, int, bool]], precisions: Sequence[str]) -> list[str]:
+    """A table: fedavg beside the loop."""
     lines = [
-        "| network | by hand, s | fp32, s | ratio | tf32, s | ratio | bf16, s | ratio |",
-        "|---|---|---|---|---|---|---|---|",
+        "| network | by hand, s | " + " | ".join(f"{p}, s | ratio" for p in precisions) + " |",
+        "|---" * (2 + 2 * len(precisions)) + "|",
     ]
     for name, (make, data, cohort, batch, adam) in cases.items():
         plain = by_hand(make, data, cohort, batch, adam)
         cells = []
-        for precision in ("fp32", "tf32", "bf16"):
+        for precision in precisions:
             try:
                 seconds = ours("fedavg", make, data, cohort, batch, adam, precision)
                 cells.append(f"{seconds:.4f} | {plain / seconds:.1f}")
@@ -217,7 +243,12 @@ def unequal() -> list[str]:
     ]
 
 
-PARTS: dict[str, Callable[[], list[str]]] = {"networks": networks, "methods": methods, "unequal": unequal}
+PARTS: dict[str, Callable[[], list[str]]] = {
+    "networks": networks,
+    "others": strange,
+    "methods": methods,
+    "unequal": unequal,
+}
 
 
 def main() -> None:
