@@ -243,9 +243,8 @@ class Desk:
         count = stepper.count()
         self.private["steps"] = {**self.private["steps"], phase.name: count}
         self.counted[phase.name] = stepper.counted()
-        if stepper.total is not None:
-            mean = stepper.total / count.clamp(min=1).to(stepper.total.dtype)
-            self.losses.append(torch.where(count > 0, mean, torch.nan))
+        if stepper.total is not None:  # the mean of no steps is NaN, zero by zero
+            self.losses.append(stepper.total / count.to(stepper.total.dtype))
         self.leaves = {k: self.leaves[k] if v is still[k] else v.detach().contiguous() for k, v in leaves.items()}
         if self.work.keep_optimizer:
             self.optimizer[phase.name] = stepper.kept()
@@ -341,7 +340,8 @@ class Desk:
         memory = {o: apart(m) for o, m in self.private["memory"].items()}
         message = {e: {k: split(v) for k, v in m.items()} for e, m in self.message.items()}
         steps = {p: self.counted[p] or transfer.read(split(v)) for p, v in self.private["steps"].items()}
-        unread = split(torch.stack(self.losses).nanmean(0)) if self.losses else None
+        loss = self.losses[0] if len(self.losses) == 1 else torch.stack(self.losses).nanmean(0) if self.losses else None
+        unread = None if loss is None else split(loss)
         losses = transfer.read(unread) if read and unread is not None else None
         judged = {n: ({k: split(v) for k, v in sums.items()}, rows) for n, (sums, rows) in self.judged.items()}
         brought = tree.floating([*(v for m in self.message.values() for v in m.values()), *mine.values()])

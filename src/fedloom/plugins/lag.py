@@ -61,7 +61,7 @@ def conflicts(products: Tensor, xi: float = 0.0) -> int:
 
 def cosines(products: Tensor) -> Tensor:
     """``cos(h_u, h_v)`` of all pairs from Gram matrices, clamped to [-1, 1] and rounded to 10 digits; 0 for a zero vector."""
-    length = products.diagonal(dim1=-2, dim2=-1).clamp(min=0).sqrt()
+    length = products.diagonal(dim1=-2, dim2=-1).sqrt()
     scale = length[..., :, None] * length[..., None, :]
     return (products / scale).nan_to_num(0.0, 0.0, 0.0).clamp(-1, 1).round(decimals=10)
 
@@ -167,7 +167,7 @@ class _Lag:
         for start in range(0, len(layers), some):
             products = torch.stack([gram(updates) for updates in layers[start : start + some]])
             found.append(_variance(products) if self.score == "variance" else _pairs_below(products, self.xi))
-        return torch.cat(found)
+        return found[0] if len(found) == 1 else torch.cat(found)
 
     def average(
         self, reduced: Message, memory: Leaves, cohort: Cohort, leaves: Sequence[str], personal: Collection[str]
