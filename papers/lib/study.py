@@ -25,6 +25,8 @@ from fedloom.engines.vectorised import VectorisedEngine
 from fedloom.theory import escape_round
 
 Case = dict[str, Any]
+TESTS = 5
+"""Tests at the end of a run of which the mean is shown where a single round may drop by ten points."""
 WAVE = 20
 """Most clients side by side on a GPU; cohorts of these experiments have 10 or 20."""
 
@@ -139,6 +141,12 @@ def machine() -> dict[str, str]:
     """Where a run was made."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     return {"device": device, "torch": torch.__version__, "fedloom": fl.__version__}
+
+
+def late(found: dict[str, Any], *metrics: str) -> float | None:
+    """The mean of the last tests of a run, of the first metric that has a curve; None where there are too few."""
+    curve = next((found[f"curve_{m}"] for m in metrics if found.get(f"curve_{m}")), [])[-TESTS:]
+    return sum(v for _, v in curve) / TESTS if len(curve) == TESTS else None
 
 
 def measured(result: fl.Result, primary: str = "accuracy", keep: Iterable[str] = ()) -> dict[str, Any]:

@@ -95,17 +95,11 @@ def run(case: study.Case, pictures: fl.data.Dataset, options: argparse.Namespace
     return study.measured(result, "miou" if scenes else "accuracy", keep)
 
 
-TESTS = 5
-"""Tests at the end of a run of which the mean is shown: a single round may drop by ten points."""
-
-
 def report(log: Path) -> str:
     """Accuracy of the shared model on all test rows: of the last round, and the mean of the last tests."""
     lines, rows = study.read(log), []
     for line in lines:
-        found = line["found"]
-        curve = [v for _, v in found.get("curve_global_miou") or found.get("curve_global_accuracy") or ()][-TESTS:]
-        found["late"] = sum(curve) / len(curve) if len(curve) == TESTS else None
+        line["found"]["late"] = study.late(line["found"], "global_miou", "global_accuracy")
     groups = tables.by(lines, "data", "mode", "fraction", "mixing", "isr", "rounds")
     for (data, mode, fraction, mixing, isr, rounds), found in groups.items():
         metric = "global_miou" if data == "camvid" else "global_accuracy"
@@ -120,7 +114,7 @@ def report(log: Path) -> str:
             + [f"{sum(v) / len(v):.2f}" if v else "–" for v in (last, cosines)]
         )  # fmt: skip
     head = ["data", "rounds", "ISR", "mode", "cloud fraction", "mixing", "last round", "against federated"]
-    head += [f"mean of the last {TESTS} tests", "against federated", "last a", "mean cosine"]
+    head += [f"mean of the last {study.TESTS} tests", "against federated", "last a", "mean cosine"]
     return tables.markdown(head, rows)
 
 
