@@ -166,6 +166,30 @@ def test_more_sequences_than_a_kernel_counts(monkeypatch: pytest.MonkeyPatch) ->
     both(attend, (0, 0, 0, 0), [random(*Q), random(*K), random(*K), random(3, 2, 1, 1, 7)])
 
 
+def test_no_rows() -> None:
+    both(attend, (0, 0, 0), [random(3, 0, 4, n, 8) for n in (5, 7, 7)])
+
+
+def test_single_vectors_are_refused_as_they_are_for_one_client() -> None:
+    x = random(3, 8)
+    with pytest.raises(RuntimeError, match="dimensional"):
+        attend(x[0], x[0], x[0])
+    with pytest.raises(RuntimeError, match="sequences of vectors"):
+        over_clients(lambda x: attend(x, x, x))(x)
+
+
+def test_torchs_own_rule_holds_outside_of_cohorts(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = random(*Q)
+    ours = over_clients(lambda x: attend(x, x, x))(x)
+    calls: list[Any] = []
+    monkeypatch.setattr(attention, "_attend", lambda *args, **named: calls.append(args) or attend(*args, **named))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's takes clients one after another
+        theirs = torch.vmap(lambda x: attend(x, x, x))(x)
+    assert not calls
+    assert torch.allclose(ours, theirs, atol=CLOSE)
+
+
 def test_the_kernels_are_called_once_for_all_clients() -> None:
     q, k = random(*Q, dtype=torch.float32), random(*K, dtype=torch.float32)
     with Kernels() as seen, warnings.catch_warnings():

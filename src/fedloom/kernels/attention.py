@@ -3,7 +3,8 @@
 ``scaled_dot_product_attention`` has no parameters, so that what clients do apart can be done at once. Torch's own rule for
 ``vmap`` takes it to pieces first and chooses a kernel for tensors that do not say whether they need a gradient: on CUDA a
 kernel then keeps nothing for its backward pass, which fails; on a CPU clients run one after another. The rule here is entered
-where torch has one of its own, and serves every model that calls the function, directly or inside ``nn.MultiheadAttention``.
+where torch has one of its own, and serves every model that calls the function, directly or inside ``nn.MultiheadAttention``;
+outside of :func:`whole` torch's own goes on to hold.
 """
 
 from __future__ import annotations
@@ -73,10 +74,12 @@ def _registered() -> torch.library.Library:
 
 
 def _entered(query: Tensor, *args: Any, **named: Any) -> Any:
-    """Attention inside ``vmap``: by the rule, unless its noise is not each client's own."""
+    """Attention inside ``vmap``: by the rule, unless it is not of a cohort or its noise is not each client's own."""
     from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 
     operator: Any = torch.ops.aten.scaled_dot_product_attention.default
+    if not _slow.inside:
+        return operator.decompose(query, *args, **named)
     noise = named.get("dropout_p", args[3] if len(args) > 3 else 0.0)
     if noise:
         level: Any = retrieve_current_functorch_interpreter()
@@ -105,6 +108,10 @@ def _rule(
     """Attention of all clients; tensors are theirs where ``axes`` says along which axis, else shared."""
     clients = info.batch_size
     given = [_in_front(t, axis, clients) for t, axis in zip((query, key, value), axes, strict=False)]
+    if min(t.dim() for t in given) < 3:
+        raise RuntimeError(
+            f"attention needs sequences of vectors, not {', '.join(str(list(t.shape[1:])) for t in given)}"
+        )
     flat = all(t.dim() == 3 for t in given)
     rank = max(4, *(t.dim() for t in given))
     parts = [_of_rank(t, rank) for t in given]
@@ -117,7 +124,7 @@ def _rule(
     if not rows:
         made = _attend(*parts, mask, **options)
         return (made[:, 0] if flat else made), 0
-    if len(rows) == 1 and mask is None and not enable_gqa and _joins(parts, 1) and not _joins(parts, 0):
+    if len(rows) == 1 and rows[0] and mask is None and not enable_gqa and _joins(parts, 1) and not _joins(parts, 0):
         made = _attend(*(p.flatten(1, 2) for p in parts), None, **options)
         return made.unflatten(1, (*rows, -1)), 0
     if mask is not None:
