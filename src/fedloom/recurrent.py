@@ -95,7 +95,7 @@ class _Mapped(nn.RNNBase, ABC):
         kind = self._kind()
         x = x.transpose(0, 1) if self.batch_first else x
         ways = 2 if self.bidirectional else 1
-        given = () if hx is None else hx if isinstance(hx, tuple) else (hx,)
+        given = () if hx is None else (hx,) if isinstance(hx, Tensor) else tuple(hx)
         ends = []
         for layer in range(self.num_layers):
             outputs = []

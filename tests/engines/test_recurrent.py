@@ -95,6 +95,20 @@ def test_what_clients_share(made: Callable[..., nn.RNNBase], extra: dict[str, An
     compare(made(INPUTS, VALUES, **extra), random(CLIENTS, 1, ROWS, INPUTS), 0)
 
 
+@kinds
+def test_no_rows(made: Callable[..., nn.RNNBase], extra: dict[str, Any]) -> None:
+    compare(made(INPUTS, VALUES, num_layers=2, bidirectional=True, **extra), random(CLIENTS, STEPS, 0, INPUTS), 0)
+
+
+def test_a_state_in_a_list() -> None:
+    module, x = nn.LSTM(INPUTS, VALUES).to(DEVICE, torch.float64), random(CLIENTS, STEPS, ROWS, INPUTS)
+    h, c = random(CLIENTS, 1, ROWS, VALUES), random(CLIENTS, 1, ROWS, VALUES)
+    ours = copy.deepcopy(module)
+    layers.prepare(ours)
+    made, _ = over_clients(lambda x, h, c: ours(x, [h, c]))(x, h, c)
+    assert torch.allclose(made[1], module(x[1], (h[1], c[1]))[0])
+
+
 @pytest.mark.parametrize("made", [nn.LSTM, nn.GRU])
 def test_noise_between_layers(made: Callable[..., nn.RNNBase]) -> None:
     module = made(INPUTS, VALUES, 2, dropout=0.5).to(DEVICE, torch.float64)

@@ -100,15 +100,15 @@ class _CohortLayer(torch.autograd.Function):
         c0: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         steps, rows, clients, _ = x.shape
-        flat, across = x.reshape(steps * rows, clients, -1), wh.transpose(1, 2)
+        flat, across = x.flatten(0, 1), wh.transpose(1, 2)
         # Cells of a GRU take the products apart, since one bias stands inside of a bracket.
         apart = kind == "gru"
         bias = bi if apart or bi is None or bh is None else bi + bh
         inputs = _filled(flat, steps * rows, wi, bias)
         _multiply(inputs, flat, wi.transpose(1, 2), onto=bias is not None)
-        inputs = inputs.view(steps, rows, clients, -1)
+        inputs = inputs.unflatten(0, (steps, rows))
         hidden = _filled(flat, steps * rows if apart else rows, wh, bh if apart else None)
-        hidden = hidden.view(-1, *inputs.shape[1:])
+        hidden = hidden.unflatten(0, (steps if apart else 1, rows))
         zeros = x.new_zeros(rows, clients, wh.shape[2])
         h, c = (zeros if t is None else t.contiguous() for t in (h0, c0))
         order = list(reversed(range(steps)) if backwards else range(steps))
@@ -136,7 +136,7 @@ class _CohortLayer(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor, dh: Tensor, dc: Tensor) -> tuple[Tensor | None, ...]:
         flat, wi, wh, y, h0, *rest = ctx.saved_tensors
         kind, order, kept, cells = ctx.kind, ctx.order, rest[: ctx.kept], rest[ctx.kept :]
-        steps, rows, clients, _ = y.shape
+        steps, rows = y.shape[:2]
         slopes = dy.clone(memory_format=torch.contiguous_format)
         slopes[order[-1]] += dh
         first = torch.zeros_like(slopes[0]) if ctx.needs_input_grad[7] else None
@@ -158,19 +158,19 @@ class _CohortLayer(torch.autograd.Function):
             if before is not None:
                 _multiply(before, hidden[t], wh, onto=True)
         _, _, wants_x, wants_wi, wants_wh, wants_bi, wants_bh, _, wants_c = ctx.needs_input_grad
-        d = torch.stack(inputs).view(steps * rows, clients, -1)
-        dg = d if hidden is inputs else torch.stack(hidden).view(d.shape)
+        d = torch.stack(inputs).flatten(0, 1)
+        dg = d if hidden is inputs else torch.stack(hidden).flatten(0, 1)
         dx = dwi = dwh = None
         if wants_x:
             dx = flat.new_empty(flat.shape)
             _multiply(dx, d, wi)
-            dx = dx.view(steps, rows, clients, -1)
+            dx = dx.unflatten(0, (steps, rows))
         if wants_wi:
             dwi = torch.bmm(d.permute(1, 2, 0), flat.transpose(0, 1))
         if wants_wh:
             early, late = slice(None, -rows), slice(rows, None)
             early, late = (early, late) if order[0] == 0 else (late, early)
-            states = y.view(steps * rows, clients, -1)
+            states = y.flatten(0, 1)
             dwh = torch.bmm(dg[late].permute(1, 2, 0), states[early].transpose(0, 1))
             if h0 is not None:
                 start = order[0] * rows
@@ -197,7 +197,7 @@ def _multiply(out: Tensor, left: Tensor, right: Tensor, *, onto: bool = False) -
 
 def _cell(kind: Kind, x: Tensor, hidden: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The next state of rows of all clients, and what the backward pass needs of their gates."""
-    if x.is_cuda:
+    if x.is_cuda and len(x):
         one, two, before = x.flatten(0, 1), hidden.flatten(0, 1), (c if kind == "lstm" else h).flatten(0, 1)
         if kind == "lstm":
             moved, cell, kept = torch.ops.aten._thnn_fused_lstm_cell(one, two, before)
@@ -218,7 +218,7 @@ def _cell(kind: Kind, x: Tensor, hidden: Tensor, h: Tensor, c: Tensor) -> tuple[
 
 def _lstm_back(dh: Tensor, dc: Tensor, before: Tensor, after: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of the gates and of the cells before."""
-    if dh.is_cuda:
+    if dh.is_cuda and len(dh):
         flat = [t.contiguous().flatten(0, 1) for t in (dh, dc, before, after)]
         gates, cell, _ = torch.ops.aten._thnn_fused_lstm_cell_backward_impl(*flat, kept, False)
         return gates.view(*dh.shape[:2], -1), cell.view(dh.shape)
@@ -231,7 +231,7 @@ def _lstm_back(dh: Tensor, dc: Tensor, before: Tensor, after: Tensor, kept: Tens
 
 def _gru_back(dh: Tensor, kept: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of the input's gates, of the state's gates, and of the state that goes straight on."""
-    if dh.is_cuda:
+    if dh.is_cuda and len(dh):
         found = torch.ops.aten._thnn_fused_gru_cell_backward(dh.flatten(0, 1), kept, False)
         one, two, straight = (t.view(*dh.shape[:2], -1) for t in found[:3])
         return one, two, straight
