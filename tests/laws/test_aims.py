@@ -221,6 +221,26 @@ def test_period_refreshes_the_similarity() -> None:
     assert all(torch.equal(memory[1][f"used:{i}"], memory[1][f"latest:{i}"]) for i in range(3))
 
 
+@pytest.mark.parametrize("period", [1, 2])
+def test_vectors_are_read_as_rows_of_a_matrix_too(period: int) -> None:
+    """As folders of earlier runs hold them; clients that were never asked have a row of zeros there."""
+    run = run_of(fit(f"fedaims(period={period})", deep(), federation((9, 14, 5, 8)), rounds=3, cohort=2))
+    memory = run.state.memory["block_sampling"]
+    stage = next(p for p in run.bound.method.server.prepare if p.owner == "block_sampling")
+    order = run.cohort([], 4).order
+    earlier = {"facts": memory["facts"]}
+    for begin, known in (("latest", "known"), ("used", "used_known"))[:period]:
+        rows = [memory.get(f"{begin}:{name}") for name in order]
+        some = next(r for r in rows if r is not None)
+        earlier[begin] = torch.stack([torch.zeros_like(some) if r is None else r for r in rows])
+        earlier[known] = torch.tensor([float(r is not None) for r in rows])
+    cohort = run.cohort(order, 4)
+    expected, found = (stage.fn(held, cohort) for held in (memory, earlier))
+    assert found.keys == expected.keys
+    assert found.memory.keys() == memory.keys()
+    assert identical(found.memory, memory)
+
+
 def test_round_records_kappa_and_the_spread_of_similarities() -> None:
     record = fit("fedaims", deep(), rounds=1).history[0]["block_sampling"]
     assert record["kappa2"] > 0

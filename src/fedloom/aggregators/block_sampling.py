@@ -68,6 +68,7 @@ def sampled(
             chosen = {n: (index.get(n, 0) + cohort.round - 1) % groups + 1 for n in cohort.ids}
         else:
             if clustering:
+                memory = _named(memory, cohort.order)
                 parts = unlike_groups(_similarity(memory, cohort, LATEST if period == 1 else USED), groups)
             else:
                 draw = rng.stream(cohort.seed, "sample", "blocks", cohort.round)
@@ -131,6 +132,18 @@ def _similarity(memory: Leaves, cohort: Cohort, kept: str) -> np.ndarray:
         return np.zeros((len(cohort), len(cohort)))
     known = torch.tensor([v is not None for v in vectors])
     return cosines(torch.stack([torch.zeros_like(some) if v is None else v for v in vectors]), known)
+
+
+def _named(memory: Leaves, order: Sequence[str]) -> Leaves:
+    """Vectors by client; folders of earlier runs hold them as rows of a matrix, beside which stands who is known."""
+    if "latest" not in memory:
+        return memory
+    made = {"facts": memory["facts"]}
+    for begin, flags in ((LATEST, "known"), (USED, "used_known")):
+        if flags in memory:
+            rows = zip(order, memory[begin[:-1]], memory[flags].tolist(), strict=False)  # none before the first refresh
+            made |= {f"{begin}{name}": row.clone() for name, row, known in rows if known}
+    return made
 
 
 @lru_cache(maxsize=4)

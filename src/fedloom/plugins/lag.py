@@ -178,6 +178,7 @@ class _Lag:
         """
         if not leaves:
             return reduced, memory
+        memory = _joined(memory, leaves)
         rows = cohort.rows if self.weights == "samples" else [1] * len(cohort)
         share = [n / sum(rows) for n in rows]
         off = [leaf for leaf in leaves if leaf in personal]
@@ -190,7 +191,7 @@ class _Lag:
             moved = [reduced["lag"][leaf][first : first + some].reshape(len(ids), -1) for leaf in leaves]
             ended = torch.cat(moved, 1)
             if off:
-                own = torch.stack([_value(memory, client, leaves, sent) for client in ids]).split(widths, 1)
+                own = torch.stack([memory.get(f"{VALUE}{client}", sent) for client in ids]).split(widths, 1)
                 theirs = sent.expand_as(ended).split(widths, 1)
                 began = zip(leaves, own, theirs, strict=True)
                 ended += torch.cat([mine if leaf in personal else all for leaf, mine, all in began], 1)
@@ -239,12 +240,15 @@ class _Lag:
         return {"score": scores, "personal": tree.off(gates({OWNER: memory}))}
 
 
-def _value(memory: Leaves, client: str, leaves: Sequence[str], otherwise: Tensor) -> Tensor:
-    """What a client has, one leaf after another; folders of earlier runs hold it leaf by leaf, as ``value:client:leaf``."""
-    apart = [f"{VALUE}{client}:{leaf}" for leaf in leaves]
-    if f"{VALUE}{client}" not in memory and apart[0] in memory:
-        return torch.cat([memory[name].reshape(-1) for name in apart])
-    return memory.get(f"{VALUE}{client}", otherwise)
+def _joined(memory: Leaves, leaves: Sequence[str]) -> Leaves:
+    """What clients have, a tensor each; folders of earlier runs hold it leaf by leaf, as ``value:client:leaf``."""
+    last = next(reversed(memory))
+    if not last.startswith(VALUE) or not last.endswith(tuple(f":{leaf}" for leaf in leaves)):
+        return memory
+    tail = f":{leaves[0]}"
+    clients = [n.removesuffix(tail) for n in memory if n.startswith(VALUE) and n.endswith(tail)]
+    made = {n: v for n, v in memory.items() if not n.startswith(VALUE)}
+    return made | {c: torch.cat([memory[f"{c}:{leaf}"].reshape(-1) for leaf in leaves]) for c in clients}
 
 
 def _leaves(modules: Collection[str], structure: Structure) -> set[str]:
