@@ -49,11 +49,10 @@ class Term:
 
     def enters(self, phase: Phase, structure: Structure) -> bool:
         """Whether the term is part of the objective of a phase."""
-        if self.copy is not None and phase.copy != self.copy:
+        if self.copy not in (None, phase.copy):
             return False
-        if self.phases is None:
-            return True
-        return self.phases(phase, structure) if callable(self.phases) else phase.name in self.phases
+        named = self.phases
+        return named is None or (named(phase, structure) if callable(named) else phase.name in named)
 
 
 # Slot 2: partition ----------------------------------------------------------------------------------------
@@ -264,8 +263,7 @@ class Schedule:
         setup: once per client, before its first round.
         round: each time it takes part.
         adapt: before its model is evaluated or used; its result is discarded afterwards.
-        server: after each round's server stages, at the server, on the rows that it holds (``Server.rows``); what its
-            ``Send`` makes (stages with ``when="server"``) is added to the server's leaves.
+        server: after each round's stages, on ``Server.rows``; what its ``Send`` makes (stages with ``when="server"``) is added to the leaves.
         participation: ``"all"`` for methods that train every client in every round.
         setup_by: ``"all"``, or ``"one"`` for a setup that one client makes for all, drawn by the seed.
     """
@@ -356,7 +354,7 @@ class ServerStage:
         fn: the stage: it leaves alone what it is given, since it is called again where a reply turns out not to be finite.
         memory: initial server memory of the owner, ``(facts) -> dict of tensors``.
         when: the program after whose replies it runs.
-        decide: ``(memory, told, cohort) -> changed entries``, where arrays ``told`` are the tensors ``reduced["asked"]``.
+        decide: ``(memory, told, cohort) -> changed entries``; arrays ``told`` are the values of the tensors ``reduced["asked"]``.
         report: ``(memory) -> facts`` of the round (numbers, texts, lists, dictionaries), found in its record by the owner's name.
     """
 

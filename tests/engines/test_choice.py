@@ -326,6 +326,8 @@ def test_a_backward_pass_that_fails_in_the_first_step_hands_over_to_the_loop(tmp
     written = tomllib.loads((tmp_path / "run" / "run.toml").read_text())["resolved"]["plan"]
     assert written["engine"] == result.config["resolved"]["plan"]["engine"] == "loop"
     assert "not correctly aligned" in written["why"]
+    assert written["wave"] == 0
+    assert run_of(result).engine.facts()["engine"] == "loop"
     assert identical(everything(fit("fedavg", FailsLater, data, **options)), everything(result))
     run = run_of(result)
     assert isinstance(resolve(run, "auto", saved=written)[0], LoopEngine), "a run that goes on tries again"

@@ -108,7 +108,8 @@ class VectorisedEngine:
     def facts(self) -> dict[str, Any]:
         """What was resolved, and what happened since: for the run's record."""
         notes = [*([] if self.traces is None else self.traces.notes), *self.arenas.notes]
-        return {"engine": self.name, "step": self.step, "wave": self.wave or 0, "events": [*self.events, *notes]}
+        name = self.name if self.instead is None else self.instead.name
+        return {"engine": name, "step": self.step, "wave": self.wave or 0, "events": [*self.events, *notes]}
 
     def _captures(self, there: Tensor) -> bool:
         return self.step == "graphed" or (self.step == "auto" and there.is_cuda)
@@ -142,7 +143,7 @@ class VectorisedEngine:
                 raise
             half = len(wave)
             self.instead, why = self.otherwise(error)
-            changes = {"engine": "loop", "why": why}
+            changes = {"engine": "loop", "wave": 0, "why": why}
         # Outside of the handler: its exception holds the tensors that did not fit.
         if self.told is not None:
             self.told(changes)
