@@ -15,7 +15,7 @@ import fedloom as fl
 from papers.beyond import points, stacks
 from papers.fedaims import table2
 from papers.fedlag import maps
-from papers.fedmap import synthetic
+from papers.fedmap import real, synthetic
 from papers.lib import study, tables
 from papers.omniisr import hybrid, small, table7
 
@@ -108,6 +108,27 @@ def test_a_tiny_run_of_each(module: Any, tmp_path: Path) -> None:
     assert 0 <= line["found"]["accuracy"] <= 1
     assert line["case"] == json.loads(json.dumps(case))
     assert isinstance(module.report(log), str)
+
+
+@pytest.mark.data
+@pytest.mark.parametrize("data", ["heart_disease", "office"])
+def test_natural_clients_of_fedmap(data: str, data_dir: Path, tmp_path: Path) -> None:
+    chosen = options(data_dir=data_dir, rows=None, precision="fp32", every=2)
+    if data == "office":  # the network is large: its clients must do
+        sites = real.parted(real.SETTINGS[data], chosen, seed=0)
+        assert [(c.id, len(c.train) + len(c.test)) for c in sites] == [("amazon", 958), ("dslr", 157), ("webcam", 295)]
+        return
+    log, case = tmp_path / "log.jsonl", {"data": data, "name": "Local", "method": "local", "seed": 0, "rounds": 4}
+    study.play([case], lambda c: real.run(c, chosen), log, chosen)
+    assert set(study.read(log)[0]["found"]["clients"]) == {"cleveland", "hungarian", "switzerland", "va"}
+    assert "Local, 10 epochs" in real.report(log)
+
+
+def test_late_tests_are_the_last_five() -> None:
+    curve = [[r, float(r)] for r in range(1, 8)]
+    assert study.late({"curve_accuracy": curve}, "miou", "accuracy") == 5.0
+    assert study.late({"curve_accuracy": curve[:4]}, "accuracy") is None
+    assert study.late({}, "accuracy") is None
 
 
 def test_conflict_is_rarer_where_users_are_alike() -> None:
