@@ -241,6 +241,23 @@ def test_vectors_are_read_as_rows_of_a_matrix_too(period: int) -> None:
     assert identical(found.memory, memory)
 
 
+@pytest.mark.parametrize("raw", ["raw", "delta"])
+def test_bodies_with_single_numbers(raw: str) -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.head, self.scale = deep(3)()[:6], nn.Linear(6, 3), nn.Parameter(torch.ones(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.head(self.body(x) * self.scale)
+            return out
+
+    runs = [fit(f"fedaims(similarity={raw!r})", Scaled, engine=e, rounds=2) for e in ("loop", "vectorised")]
+    vectors = run_of(runs[0]).state.memory["block_sampling"]
+    assert vectors["latest:0"].shape == (3 * 42 + 1,)
+    assert gap(*map(everything, runs)) < 1e-10
+
+
 def test_round_records_kappa_and_the_spread_of_similarities() -> None:
     record = fit("fedaims", deep(), rounds=1).history[0]["block_sampling"]
     assert record["kappa2"] > 0

@@ -39,7 +39,7 @@ def side_by_side(stacked: Iterable[Tensor], width: int) -> Iterator[Tensor]:
     some: list[Tensor] = []
     room = width
     for leaf in stacked:
-        rest = leaf.flatten(1)
+        rest = leaf.flatten(1) if leaf.dim() > 1 else leaf[:, None]
         while rest.shape[1] > room:
             yield torch.cat([*some, rest[:, :room]], 1)
             some, rest, room = [], rest[:, room:], width
