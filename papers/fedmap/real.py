@@ -133,7 +133,7 @@ def run(case: study.Case, options: argparse.Namespace) -> dict[str, Any]:
 def report(log: Path) -> str:
     """A table per data set: means over clients, single clients where there are few, the paired difference to local training."""
     texts = []
-    for (data,), lines in tables.by(study.read(log), "data").items():
+    for (data, rounds), lines in tables.by(study.read(log), "data", "rounds").items():
         named = tables.by(lines, "name")
         local, rows = named.get(("Local",), []), []
         clients = list(lines[0]["found"]["clients"])
@@ -155,7 +155,6 @@ def report(log: Path) -> str:
                 ]
             )
         head = ["method", "accuracy", "balanced accuracy", *shown, "against Local", "published"]
-        rounds = lines[0]["case"]["rounds"]
         texts.append(f"{data}, {len(clients)} clients, {rounds} rounds\n\n{tables.markdown(head, rows)}")
     return "\n\n".join(texts)
 
