@@ -17,9 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fedloom as fl
+from fedloom.client import Desk
 from fedloom.engines import LoopEngine, choice
 from fedloom.engines.choice import choose, planned_steps, resolve, step_flops
 from fedloom.engines.vectorised import VectorisedEngine, compiled
+from fedloom.engines.vectorised.layout import Stacked
 from fedloom.engines.vectorised.probe import probe
 from fedloom.engines.workers import WorkersEngine
 from fedloom.slots import Term
@@ -331,6 +333,28 @@ def test_a_backward_pass_that_fails_in_the_first_step_hands_over_to_the_loop(tmp
     assert identical(everything(fit("fedavg", FailsLater, data, **options)), everything(result))
     run = run_of(result)
     assert isinstance(resolve(run, "auto", saved=written)[0], LoopEngine), "a run that goes on tries again"
+
+
+@pytest.mark.parametrize("method", ["fedavg + lag(k=1)", "scaffold", "moon"])
+def test_a_step_that_fails_in_the_second_wave_of_a_later_round_changes_no_numbers(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waves, play = list[int](), Desk.run
+
+    def run(self: Desk, program: Any) -> None:
+        play(self, program)
+        if isinstance(self.layout, Stacked) and len(self.participants) > 1:
+            waves.append(self.post.round)
+            if waves.count(2) == 2:
+                raise RuntimeError("late trouble")
+
+    monkeypatch.setattr(Desk, "run", run)
+    data, options = federation((9, 14, 5, 8)), {"rounds": 3, "cohort": 4, "evaluate": {"every": 0}}
+    engine = VectorisedEngine(step="mapped", wave=2, otherwise=choice._take_over)
+    side = fit(method, mlp(), data, engine=engine, **options)
+    assert waves == [1, 1, 2, 2]
+    assert isinstance(engine.instead, LoopEngine)
+    assert gap(everything(fit(method, mlp(), data, **options)), everything(side)) < 1e-10
 
 
 def test_a_backward_pass_that_fails_is_named_where_the_engine_was_asked_for() -> None:
