@@ -66,9 +66,8 @@ def _registered() -> torch.library.Library:
     library = torch.library.Library("aten", "IMPL")
     torch.library.register_vmap(f"aten::{OPERATOR}", _rule, lib=library)
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore"
-        )  # torch tells that a rule of its own, which takes the function to pieces, is hidden
+        # Torch tells that a rule of its own, which takes the function to pieces, is hidden.
+        warnings.simplefilter("ignore")
         library.impl(OPERATOR, _entered, "FuncTorchVmapMode")
     return library
 

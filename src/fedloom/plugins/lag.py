@@ -24,7 +24,7 @@ VALUE = "value:"
 """Begins the name of what a client has, its leaves one after another: ``value:client``."""
 PAPER = "Nguyen et al., Towards Layer-Wise Personalized Federated Learning: Adaptive Layer Disentanglement via Conflicting Gradients"
 CHUNK = 1 << 24
-"""Numbers of one layer's updates that are held in float64 at a time."""
+"""Numbers of clients' updates that are laid side by side, or held in float64, at a time."""
 
 Select = Literal["conflict", "first", "middle", "last"] | Sequence[str]
 Layers = dict[str, tuple[str, ...]]
@@ -194,7 +194,7 @@ class _Lag:
                 own = torch.stack([memory.get(f"{VALUE}{client}", sent) for client in ids]).split(widths, 1)
                 theirs = sent.expand_as(ended).split(widths, 1)
                 began = zip(leaves, own, theirs, strict=True)
-                ended += torch.cat([mine if leaf in personal else all for leaf, mine, all in began], 1)
+                ended += torch.cat([mine if leaf in personal else common for leaf, mine, common in began], 1)
             else:
                 ended += sent
             # Copied: a view would keep what all of them have for as long as one is kept.
