@@ -33,7 +33,7 @@ from fedloom.sites import Judges, Sites
 from fedloom.store import RunFolder, load_run
 from fedloom.store.clients import ClientStore
 from fedloom.store.files import fingerprint, model_files, rows_fingerprint
-from fedloom.store.folder import read_config
+from fedloom.store.folder import amend, read_config
 from fedloom.tasks import Task
 from fedloom.work import Site, Work
 
@@ -233,7 +233,7 @@ def fit(
 
 def _amended(full: Table, folder: RunFolder | None, changes: Table) -> None:
     """Records what changes in the plan, before the run goes on with it."""
-    full["resolved"]["plan"] |= changes
+    amend(full["resolved"], changes)
     if folder is not None and folder.begun:
         folder.amend(changes)
 

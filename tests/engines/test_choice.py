@@ -325,7 +325,9 @@ def test_a_backward_pass_that_fails_in_the_first_step_hands_over_to_the_loop(tmp
             "fedavg", FailsLater, data, engine="auto", precision="fp64", optimizer=fl.sgd(0.1), progress=False,
             out=tmp_path / "run", **options,
         )  # fmt: skip
-    written = tomllib.loads((tmp_path / "run" / "run.toml").read_text())["resolved"]["plan"]
+    resolved = tomllib.loads((tmp_path / "run" / "run.toml").read_text())["resolved"]
+    assert resolved["engine"] == result.config["resolved"]["engine"] == "loop"
+    written = resolved["plan"]
     assert written["engine"] == result.config["resolved"]["plan"]["engine"] == "loop"
     assert "not correctly aligned" in written["why"]
     assert written["wave"] == 0

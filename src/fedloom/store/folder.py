@@ -28,6 +28,12 @@ CURVES, DATA = "curves.jsonl", "data.json"
 _SHARE = 0.1  # of a run's time that checkpoints may take
 
 
+def amend(resolved: Table, changes: Table) -> None:
+    """Changes the plan of what was resolved, and the engine that is named beside it."""
+    resolved["plan"] |= changes
+    resolved["engine"] = changes.get("engine", resolved["engine"])
+
+
 class RunFolder:
     """The folder of one run, held by a lock while the run goes on.
 
@@ -91,7 +97,7 @@ class RunFolder:
         import tomli_w
 
         table = self.config()
-        table["resolved"]["plan"] |= changes
+        amend(table["resolved"], changes)
         disk.write(self.path / RUN, tomli_w.dumps(table).encode())
 
     def check_same(self, config: Table) -> None:
