@@ -46,8 +46,7 @@ def make_module(model: nn.Module | Callable[[], nn.Module], seed: int) -> nn.Mod
         return model
     if not callable(model):
         raise UserError(f"model: expected an nn.Module or a callable that makes one, got {type(model).__name__}")
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(rng.key_of(seed, "init"))
+    with rng.torch_generator(rng.key_of(seed, "init")):
         made = model()
     if not isinstance(made, nn.Module):
         raise UserError(f"model: the callable returned {type(made).__name__}, expected an nn.Module")

@@ -5,9 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 
-import torch
-
-from fedloom import server
+from fedloom import rng, server
 from fedloom.engines import Engine, LoopEngine
 from fedloom.engines.choice import planned_steps, step_flops
 from fedloom.engines.vectorised import VectorisedEngine
@@ -39,7 +37,7 @@ def round_seconds(run: Run) -> float | None:
     makes. The run is not changed: the engine that is timed is one of its own, and what clients return is dropped.
     """
     try:
-        with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
+        with warnings.catch_warnings(), rng.torch_generator():
             warnings.simplefilter("ignore")
             return _timed(run)
     except FedloomError:

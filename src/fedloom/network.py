@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedloom import layers, overwrites
+from fedloom import layers, overwrites, rng
 from fedloom.errors import UserError
 from fedloom.structure import Call, LeafInfo, Structure
 from fedloom.types import Inputs, Leaves
@@ -206,7 +206,7 @@ def build(
         The network; ``noisy`` tells whether it draws noise, ``batch_norm`` whether it normalises by batch.
     """
     frozen = {n for n, p in module.named_parameters() if not p.requires_grad}
-    with torch.random.fork_rng(devices=[]):
+    with rng.torch_generator():
         module = copy.deepcopy(module).to(device=device, dtype=dtype)
     layers.prepare(module)
     unknown = Structure((), (), None, None, 0, task, dtype=dtype)

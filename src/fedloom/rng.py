@@ -15,6 +15,7 @@ import contextlib
 import hashlib
 import math
 import os
+import threading
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any, TypeVar
@@ -67,6 +68,21 @@ class _Key(np.random.bit_generator.ISeedSequence):
     def generate_state(self, n_words: int, dtype: object = np.uint64) -> np.ndarray:
         assert n_words == len(self.words), f"a key of {len(self.words)} words, asked for {n_words}"
         return self.words
+
+
+_torchs = threading.RLock()
+
+
+@contextlib.contextmanager
+def torch_generator(seed: int | None = None) -> Iterator[None]:
+    """Inside, torch's global generator is one thread's alone, seeded if a seed is given; afterwards it is as before.
+
+    Runs that share a process in threads would otherwise make each other's models of each other's noise.
+    """
+    with _torchs, torch.random.fork_rng(devices=[]):
+        if seed is not None:
+            torch.manual_seed(seed)
+        yield
 
 
 def stream(seed: int, purpose: str, *keys: object) -> np.random.Generator:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -12,8 +14,9 @@ from torch import Tensor, nn
 
 import fedloom as fl
 from fedloom import batches, layers, network
+from fedloom.building import make_module
 from fedloom.slots import Phase, Sampler
-from tests.helpers import bn_mlp, federation, fit, gap, mlp, own, shared
+from tests.helpers import bn_mlp, federation, fit, gap, identical, mlp, own, shared
 
 
 def build(module: nn.Module, sample: Tensor | None = None, **options: object) -> network.Network:
@@ -228,3 +231,19 @@ def test_a_model_that_does_not_fit_is_one_clear_line() -> None:
         fit("fedavg", lambda: nn.Linear(6, 2))
     with pytest.raises(fl.UserError, match="use task='binary'"):
         fit("fedavg", lambda: nn.Linear(6, 1))
+
+
+def test_models_of_runs_in_threads_are_those_of_their_seeds() -> None:
+    """Each is made of torch's global generator, which they share."""
+
+    def slow() -> nn.Module:
+        first = nn.Linear(6, 40)
+        time.sleep(0.01)  # another thread may come in between
+        return nn.Sequential(first, nn.Linear(40, 3))
+
+    alone = [make_module(slow, seed).state_dict() for seed in range(4)]
+    state = torch.get_rng_state()
+    with ThreadPoolExecutor(4) as pool:
+        together = [module.state_dict() for module in pool.map(lambda seed: make_module(slow, seed), range(4))]
+    assert all(identical(a, b) for a, b in zip(alone, together, strict=True))
+    assert torch.equal(state, torch.get_rng_state())

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
+from fedloom import rng
 from fedloom.errors import UserError
 
 LABEL_KEYS = ("label", "labels", "y", "target", "targets")
@@ -24,8 +25,7 @@ def _own_generators() -> Iterator[None]:
     """Random transforms draw from seeded generators, and the global ones are as before afterwards."""
     python, legacy = random.getstate(), np.random.get_state()
     try:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
+        with rng.torch_generator(0):
             np.random.seed(0)
             random.seed(0)
             yield

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import fedloom
-from fedloom import numerics, server
+from fedloom import numerics, rng, server
 from fedloom.engines.base import Engine
 from fedloom.engines.loop import LoopEngine
 from fedloom.engines.vectorised.engine import VectorisedEngine
@@ -134,9 +134,8 @@ def _played(run: Run, bound: Bound, engine: Engine, sizes: tuple[int, ...], seed
         judges={name: (site, name) for name, site in sites.items()},
         last={},
     )
-    with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
+    with warnings.catch_warnings(), rng.torch_generator(seed):
         warnings.simplefilter("ignore")
-        torch.manual_seed(seed)
         tiny.setup()
         outcome, _ = tiny.play(list(sites), 1)
         own, _ = tiny.evaluate(list(sites))
