@@ -73,7 +73,8 @@ class Question:
         plain = len({v.dtype for v in vectors}) < 2 and vectors[0].dtype is not torch.bfloat16  # which numpy lacks
         # A conversion a vector, not one a value: each is a kernel of its own.
         vectors = vectors if plain else [v.double() for v in vectors]
-        whole = (vectors[0] if len(vectors) == 1 else torch.cat(vectors)).cpu().numpy()
+        where = next((v.device for v in vectors if not v.is_cpu), vectors[0].device)  # what is the host's goes along
+        whole = (vectors[0] if len(vectors) == 1 else torch.cat([v.to(where) for v in vectors])).detach().cpu().numpy()
         found, count = [0.0] * len(self._places), len(self._places)
         for place, value in zip(self._places, whole[:count].tolist(), strict=True):
             found[place] = value
