@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.backends import mha
 
-from fedloom.kernels.cohort import mapped
+from fedloom.kernels.cohort import _cohorts, mapped
 
 OPERATOR = "scaled_dot_product_attention"
 MOST = (1 << 16) - 1
@@ -106,7 +106,7 @@ def _rule(
 ) -> tuple[Tensor, int]:
     """Attention of all clients; tensors are theirs where ``axes`` says along which axis, else shared."""
     clients = info.batch_size
-    given = [_in_front(t, axis, clients) for t, axis in zip((query, key, value), axes, strict=False)]
+    given = [_cohorts(t, axis, clients) for t, axis in zip((query, key, value), axes, strict=False)]
     if min(t.dim() for t in given) < 3:
         raise RuntimeError(
             f"attention needs sequences of vectors, not {', '.join(str(list(t.shape[1:])) for t in given)}"
@@ -118,7 +118,7 @@ def _rule(
     parts = [p.expand(clients, *rows, *p.shape[-3:]) for p in parts]
     mask = None
     if attn_mask is not None:
-        mask = _of_rank(_in_front(attn_mask, axes[3], 1 if axes[3] is None else clients), rank)
+        mask = _of_rank(_cohorts(attn_mask, axes[3], 1 if axes[3] is None else clients), rank)
     options: dict[str, Any] = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
     if not rows:
         made = _attend(*parts, mask, **options)
@@ -131,11 +131,6 @@ def _rule(
         mask = (mask.expand(clients, *rows, *mask.shape[-3:]) if several else mask).flatten(0, len(rows))
     made = _in_pieces([p.flatten(0, len(rows)) for p in parts], mask, options)
     return made.unflatten(0, (clients, *rows)), 0
-
-
-def _in_front(value: Tensor, axis: int | None, clients: int) -> Tensor:
-    """A tensor with the client axis in front; one that all clients share is expanded, not copied."""
-    return value.expand(clients, *value.shape) if axis is None else value.movedim(axis, 0)
 
 
 def _of_rank(value: Tensor, rank: int) -> Tensor:

@@ -122,11 +122,13 @@ class _Lifted(torch.autograd.Function):
         return made, 0 if isinstance(made, Tensor) else (0,) * len(made)
 
 
-def _cohorts(value: Any, axis: int | None, clients: int) -> Any:
-    """A tensor with the client axis in front; one that all clients share is expanded, not copied."""
+def _cohorts(value: Any, axis: int | None, clients: int, place: int = 0) -> Any:
+    """A tensor with the client axis in front, or at a place; one that all clients share is expanded, not copied."""
     if not isinstance(value, Tensor):
         return value
-    return value.expand(clients, *value.shape) if axis is None else value.movedim(axis, 0)
+    if axis is not None:
+        return value.movedim(axis, place)
+    return value.unsqueeze(place).expand(*value.shape[:place], clients, *value.shape[place:])
 
 
 class _CohortConvolution(torch.autograd.Function):

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fedloom.kernels.cohort import mapped
+from fedloom.kernels.cohort import _cohorts, mapped
 
 Kind = Literal["lstm", "gru", "tanh", "relu"]
 
@@ -71,16 +71,8 @@ class _Lifted(torch.autograd.Function):
     def vmap(info: Any, axes: Any, kind: Kind, backwards: bool, *tensors: Tensor | None) -> tuple[Any, Any]:
         places = (2, 0, 0, 0, 0, 1, 1)  # where clients stand in each tensor
         given = zip(tensors, axes[2:], places, strict=True)
-        return _CohortLayer.apply(kind, backwards, *(_placed(*g, info.batch_size) for g in given)), (2, 1, 1)  # type: ignore[no-untyped-call]
-
-
-def _placed(value: Tensor | None, axis: int | None, place: int, clients: int) -> Tensor | None:
-    """A tensor with the clients where they belong; one that all clients share is expanded, not copied."""
-    if value is None:
-        return None
-    if axis is not None:
-        return value.movedim(axis, place)
-    return value.unsqueeze(place).expand(*value.shape[:place], clients, *value.shape[place:])
+        own = [_cohorts(tensor, axis, info.batch_size, place) for tensor, axis, place in given]
+        return _CohortLayer.apply(kind, backwards, *own), (2, 1, 1)  # type: ignore[no-untyped-call]
 
 
 class _CohortLayer(torch.autograd.Function):
