@@ -365,9 +365,8 @@ def federated(run: Run, round: int) -> Record:
     drawn = run.drawn(round)
     newcomers = sum(run.rounds_of(i) == 0 for i in drawn.ids) if round > 1 else 0
     bound = run.at(round)
-    counted: dict[
-        int, Record
-    ] = {}  # of all replies, while the device is at work on them; of fewer, if not all are accepted
+    # Of all replies, while the device is at work on them; of fewer, if not all are accepted.
+    counted: dict[int, Record] = {}
 
     def count(sent: Dispatch, replies: Sequence[Reply]) -> None:
         counted[len(replies)] = traffic(bound, [*replies, *run.told], sent, drawn.ids, newcomers)

@@ -180,7 +180,8 @@ class _Lag:
             return reduced, memory
         memory = _joined(memory, leaves)
         rows = cohort.rows if self.weights == "samples" else [1] * len(cohort)
-        share = [n / sum(rows) for n in rows]
+        everything = sum(rows)
+        share = [n / everything for n in rows]
         off = [leaf for leaf in leaves if leaf in personal]
         widths = [cohort.leaves[leaf].numel() for leaf in leaves]
         sent = torch.cat([cohort.leaves[leaf].reshape(-1) for leaf in leaves])
