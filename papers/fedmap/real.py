@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -91,9 +92,15 @@ def cases(options: argparse.Namespace) -> Iterator[study.Case]:
                 yield case | ({"rows": options.rows} if options.rows else {})
 
 
+@cache
+def loaded(name: str, data_dir: str | None, rows: int | None) -> fl.data.Dataset:
+    """A data set, read once for all runs: pictures are decoded."""
+    return study.shrunk(fl.data.load(name, data_dir=data_dir), rows)
+
+
 def parted(setting: Setting, options: argparse.Namespace, seed: int) -> fl.Federation:
     """The clients."""
-    data = study.shrunk(fl.data.load(setting.load, data_dir=options.data_dir), options.rows)
+    data = loaded(setting.load, options.data_dir, options.rows)
     if setting.clients is not None:
         return data.partition(fl.dirichlet(0.3), clients=setting.clients, seed=seed)
     if setting.groups:
