@@ -7,7 +7,6 @@ clients at once; elsewhere they are torch's. Gradients that are differentiated a
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,35 +15,6 @@ from torch import Tensor, nn
 from fedloom.kernels import recurrent
 
 Weights = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
-Cell = Callable[[Tensor, tuple[Tensor, ...], Tensor, Tensor | None], tuple[Tensor, ...]]
-"""``(input times its weights, state, weight, bias) -> state``."""
-
-
-def _lstm(x: Tensor, state: tuple[Tensor, ...], wh: Tensor, bh: Tensor | None) -> tuple[Tensor, ...]:
-    h, c = state
-    i, f, g, o = (x + nn.functional.linear(h, wh, bh)).chunk(4, -1)
-    c = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)
-    return torch.sigmoid(o) * torch.tanh(c), c
-
-
-def _gru(x: Tensor, state: tuple[Tensor, ...], wh: Tensor, bh: Tensor | None) -> tuple[Tensor, ...]:
-    (h,) = state
-    xr, xz, xn = x.chunk(3, -1)
-    hr, hz, hn = nn.functional.linear(h, wh, bh).chunk(3, -1)
-    r, z = torch.sigmoid(xr + hr), torch.sigmoid(xz + hz)
-    n = torch.tanh(xn + r * hn)
-    return ((1 - z) * n + z * h,)
-
-
-def _tanh(x: Tensor, state: tuple[Tensor, ...], wh: Tensor, bh: Tensor | None) -> tuple[Tensor, ...]:
-    return (torch.tanh(x + nn.functional.linear(state[0], wh, bh)),)
-
-
-def _relu(x: Tensor, state: tuple[Tensor, ...], wh: Tensor, bh: Tensor | None) -> tuple[Tensor, ...]:
-    return (torch.relu(x + nn.functional.linear(state[0], wh, bh)),)
-
-
-_CELLS: dict[recurrent.Kind, Cell] = {"lstm": _lstm, "gru": _gru, "tanh": _tanh, "relu": _relu}
 
 
 def _layer(
@@ -52,14 +22,13 @@ def _layer(
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """As the cohort's layer, of plain operations."""
     wi, wh, bi, bh = weights
-    if state is None:
-        zero = x.new_zeros(x.shape[1], wh.shape[1])
-        state = (zero, zero) if kind == "lstm" else (zero,)
+    zero = x.new_zeros(x.shape[1], wh.shape[1])
+    h, c, *_ = (*(state or ()), zero, zero)
     inputs, seen = nn.functional.linear(x, wi, bi), []
     for t in reversed(range(len(x))) if backwards else range(len(x)):
-        state = _CELLS[kind](inputs[t], state, wh, bh)
-        seen.append(state[0])
-    return torch.stack(seen[::-1] if backwards else seen), state
+        h, c, _ = recurrent.equations(kind, inputs[t], nn.functional.linear(h, wh, bh), h, c)
+        seen.append(h)
+    return torch.stack(seen[::-1] if backwards else seen), (h, c) if kind == "lstm" else (h,)
 
 
 def _of_a_cohort(x: Tensor) -> bool:

@@ -7,6 +7,7 @@ A time step takes two kernels forwards and two backwards (three for a GRU), prod
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -15,6 +16,8 @@ from torch import Tensor
 from fedloom.kernels.cohort import _cohorts, mapped
 
 Kind = Literal["lstm", "gru", "tanh", "relu"]
+SQUASHED: dict[str, Callable[[Tensor], Tensor]] = {"tanh": torch.tanh, "relu": torch.relu}
+"""What plain recurrent layers make of a sum."""
 
 
 def serves(*tensors: Tensor | None) -> bool:
@@ -24,6 +27,30 @@ def serves(*tensors: Tensor | None) -> bool:
     return bool(found) and all(
         mapped(t) and not functorch.is_functorch_wrapped_tensor(functorch.get_unwrapped(t)) for t in found
     )
+
+
+def equations(kind: Kind, x: Tensor, hidden: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+    """The next state of a cell in plain operations, and what its gradient is made of.
+
+    Args:
+        kind: of the cell.
+        x: the input times its weights.
+        hidden: the state times its weights.
+        h: the state.
+        c: the cell's memory, of an LSTM.
+    """
+    if kind == "lstm":
+        i, f, g, o = (x + hidden).chunk(4, -1)
+        i, f, g, o = torch.sigmoid(i), torch.sigmoid(f), torch.tanh(g), torch.sigmoid(o)
+        c = f * c + i * g
+        return o * torch.tanh(c), c, (i, f, g, o)
+    if kind == "gru":
+        xr, xz, xn = x.chunk(3, -1)
+        hr, hz, hn = hidden.chunk(3, -1)
+        r, z = torch.sigmoid(xr + hr), torch.sigmoid(xz + hz)
+        n = torch.tanh(xn + r * hn)
+        return n + z * (h - n), c, (r, z, n, h, hn)
+    return SQUASHED[kind](x + hidden), c, ()
 
 
 def layer(
@@ -109,7 +136,7 @@ class _CohortLayer(torch.autograd.Function):
         for t in order:
             if kind in ("tanh", "relu"):
                 _multiply(inputs[t], h, across, onto=True)
-                h = torch.tanh(inputs[t]) if kind == "tanh" else torch.relu(inputs[t])
+                h = SQUASHED[kind](inputs[t])
             else:
                 part = hidden[t if apart else 0]
                 _multiply(part, h, across, onto=apart and bh is not None)
@@ -196,16 +223,8 @@ def _cell(kind: Kind, x: Tensor, hidden: Tensor, h: Tensor, c: Tensor) -> tuple[
             return moved.view(h.shape), cell.view(c.shape), kept
         moved, kept = torch.ops.aten._thnn_fused_gru_cell(one, two, before)
         return moved.view(h.shape), c, kept
-    if kind == "lstm":
-        i, f, g, o = (x + hidden).chunk(4, -1)
-        i, f, g, o = torch.sigmoid(i), torch.sigmoid(f), torch.tanh(g), torch.sigmoid(o)
-        c = f * c + i * g
-        return o * torch.tanh(c), c, torch.cat([i, f, g, o], -1)
-    xr, xz, xn = x.chunk(3, -1)
-    hr, hz, hn = hidden.chunk(3, -1)
-    r, z = torch.sigmoid(xr + hr), torch.sigmoid(xz + hz)
-    n = torch.tanh(xn + r * hn)
-    return n + z * (h - n), c, torch.cat([r, z, n, h, hn], -1)
+    h, c, gates = equations(kind, x, hidden, h, c)
+    return h, c, torch.cat(gates, -1)
 
 
 def _lstm_back(dh: Tensor, dc: Tensor, before: Tensor, after: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
