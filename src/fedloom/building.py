@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedloom import layers, network, numerics, rng
+from fedloom import frames, network, numerics, rng
 from fedloom.bound import Bound, bind
 from fedloom.data import ClientData, Federation, Rows, concatenate
 from fedloom.engines import Engine, LoopEngine
@@ -115,7 +115,7 @@ def _check_labels(data: Federation, task: Task, outputs: int) -> None:
 def _check_loss(net: network.Network, task: Task, sample: Rows, device: torch.device) -> None:
     """A loss of one's own is tried on two rows before anything begins."""
     with torch.no_grad():
-        output = net(net.start, _move(sample.x, device), layers.Frame(), train=False)
+        output = net(net.start, _move(sample.x, device), frames.Frame(), train=False)
         try:
             losses = task.loss(output, sample.y.to(device))
         except (RuntimeError, ValueError, IndexError, TypeError) as error:

@@ -6,11 +6,7 @@ they are. Outside of fedloom's forward pass they behave as the originals do.
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
 from itertools import pairwise
 from types import MethodType
 from typing import Any
@@ -19,67 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
-from fedloom import kernels, rng
+from fedloom import kernels
 from fedloom.encoders import DenseEncoder, TwiceLayerNorm
+from fedloom.frames import Frame, current, uniform_like
 from fedloom.recurrent import MappedGRU, MappedLSTM, MappedRNN
 
 FUSE = True
 """Whether chains of layers go through one kernel where it serves them; False to compare."""
-
-
-@dataclass(slots=True)
-class Frame:
-    """What the layers of the network need to know of the forward pass that is going on.
-
-    Args:
-        mask: 1 for real rows, 0 for padding; None when every row is real.
-        key: counter key for noise; None for torch's own noise.
-        wanted: names of the modules whose outputs are kept.
-        features: those outputs.
-        rewrite: applied to the head's input.
-        draws: how often noise was drawn.
-    """
-
-    mask: Tensor | None = None
-    key: Tensor | None = None
-    wanted: frozenset[str] = frozenset()
-    features: dict[str, Tensor] = field(default_factory=dict)
-    rewrite: Callable[[Tensor], Tensor] | None = None
-    draws: int = 0
-
-
-class _Frames(threading.local):
-    """The frames of this thread: runs that share a process, a deployment's for one, each have their own."""
-
-    def __init__(self) -> None:
-        self.entered: list[Frame] = []
-
-
-_frames = _Frames()
-
-
-@contextmanager
-def entered(frame: Frame) -> Iterator[Frame]:
-    """Makes a frame the current one."""
-    _frames.entered.append(frame)
-    try:
-        yield frame
-    finally:
-        _frames.entered.pop()
-
-
-def current() -> Frame | None:
-    """The frame of the forward pass that is going on, if fedloom runs it."""
-    return _frames.entered[-1] if _frames.entered else None
-
-
-def uniform_like(x: Tensor, shape: tuple[int, ...] | torch.Size) -> Tensor:
-    """Uniform noise in [0, 1): from the counter inside fedloom's forward pass, from torch outside."""
-    frame = current()
-    if frame is None or frame.key is None:
-        return torch.rand(shape, device=x.device, dtype=x.dtype)
-    frame.draws += 1
-    return rng.uniform(rng.fold(frame.key, frame.draws), tuple(shape)).to(x.dtype)
 
 
 class _Dropout(nn.modules.dropout._DropoutNd):
@@ -185,12 +127,16 @@ class MaskedBatchNorm3d(_MaskedBatchNorm, nn.BatchNorm3d):
     """``nn.BatchNorm3d`` that leaves padding rows out."""
 
 
+def _inside(x: Tensor) -> bool:
+    """Whether a tensor is inside ``vmap``, of a gradient of many clients too."""
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(x))
+
+
 class MappedEmbedding(nn.Embedding):
     """``nn.Embedding`` whose padding row gets no gradient, which ``vmap`` forgets."""
 
     def forward(self, input: Tensor) -> Tensor:
-        inside = torch._C._functorch.is_functorch_wrapped_tensor(self.weight)  # of a gradient of many clients, too
-        if self.padding_idx is None or self.max_norm is not None or not inside:
+        if self.padding_idx is None or self.max_norm is not None or not _inside(self.weight):
             return super().forward(input)
         padding = torch.arange(self.num_embeddings, device=self.weight.device)[:, None] == self.padding_idx
         return nn.functional.embedding(input, torch.where(padding, self.weight.detach(), self.weight))
@@ -250,16 +196,18 @@ class _Chained(nn.Sequential):
     def forward(self, input: Any) -> Any:
         parts, at = tuple(self._modules.values()), 0
         while at < len(parts):
-            taken = _chain(parts, self._chain_names, at, input) if FUSE else None
+            taken = None
+            if FUSE and isinstance(input, Tensor):
+                taken = _chain(parts, self._chain_names, at, input) or _pooled(parts, self._chain_names, at, input)
             input, at = (parts[at](input), at + 1) if taken is None else taken
         return input
 
 
-def _chain(parts: tuple[Any, ...], names: tuple[str | None, ...], at: int, x: Any) -> tuple[Tensor, int] | None:
+def _chain(parts: tuple[Any, ...], names: tuple[str | None, ...], at: int, x: Tensor) -> tuple[Tensor, int] | None:
     """What the chain that begins at layer ``at`` returns, and the layer behind it; None where no kernel serves."""
     norm = parts[at] if type(parts[at]) is MaskedBatchNorm2d else None
     end = at + 1 if norm is None else at + 2
-    if end > len(parts) or type(parts[end - 1]) not in _RELUS or not isinstance(x, Tensor) or not kernels.serves(x):
+    if end > len(parts) or type(parts[end - 1]) not in _RELUS or not kernels.serves(x):
         return None
     frame, relu = current(), parts[end - 1]
     wanted = frozenset[str]() if frame is None else frame.wanted
@@ -289,9 +237,43 @@ def _chain(parts: tuple[Any, ...], names: tuple[str | None, ...], at: int, x: An
     else:
         return None
     for part, output in zip(parts[end - len(made) : end], reversed(made), strict=True):
-        for hook in part._forward_hooks.values():
-            hook(part, (x,), output)
+        _tell(part, x, output)
     return made[0], end
+
+
+def _pooled(parts: tuple[Any, ...], names: tuple[str | None, ...], at: int, x: Tensor) -> tuple[Tensor, int] | None:
+    """As :func:`_chain`, of a convolution that all clients share, ReLU and pooling, where no gradient is asked for.
+
+    The bias is added where windows are read. Of shared filters cuDNN would add it in a pass over the whole map.
+    """
+    if len(parts) < at + 3 or torch.is_grad_enabled():
+        return None
+    conv, relu, pool = parts[at : at + 3]
+    if type(conv) is not CohortConv2d or type(relu) not in _RELUS or type(pool) is not CohortMaxPool2d:
+        return None
+    own = conv.bias is None or any(map(_inside, (conv.weight, conv.bias)))
+    if own or x.dim() != 4 or not x.numel() or not kernels.serves(x):
+        return None
+    frame = current()
+    wanted = frozenset[str]() if frame is None else frame.wanted
+    heard = [_listening(*named, wanted) for named in zip((conv, relu, pool), names[at : at + 3], strict=True)]
+    if heard[:2] != [False, False] or heard[2] is None:
+        return None
+    x, weight, bias = kernels.shortened(x, conv.weight, conv.bias)
+    assert bias is not None
+    made = conv._conv_forward(x, weight, None)
+    window = _window(pool, made.shape[2:], whole=False)
+    if window is None:
+        return made + bias[:, None, None], at + 1
+    y = kernels.acted(made, window, six=type(relu) is nn.ReLU6, bias=bias)
+    _tell(pool, made, y)
+    return y, at + 3
+
+
+def _tell(part: nn.Module, x: Tensor, y: Tensor) -> None:
+    """Calls those who listen to a layer that was computed in a chain."""
+    for hook in part._forward_hooks.values():
+        hook(part, (x,), y)
 
 
 def _window(part: nn.Module, size: torch.Size, *, whole: bool) -> tuple[int, int] | None:

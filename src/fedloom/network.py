@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedloom import layers, overwrites, rng
+from fedloom import frames, layers, overwrites, rng
 from fedloom.errors import UserError
 from fedloom.structure import Call, LeafInfo, Structure
 from fedloom.types import Inputs, Leaves
@@ -39,7 +39,7 @@ class Network:
         self,
         leaves: Leaves,
         x: Inputs,
-        frame: layers.Frame,
+        frame: frames.Frame,
         *,
         train: bool,
         still: frozenset[str] = frozenset(),
@@ -48,7 +48,7 @@ class Network:
         self._load(leaves)
         self._set_mode(train, still)
         x = self.prepared(x)
-        with layers.entered(frame):
+        with frames.entered(frame):
             if self.autocast is None:
                 out = self._call(x)
             else:
@@ -62,7 +62,7 @@ class Network:
         if self._head is None:
             raise UserError("the model's head was not found; name it with head='...'")
         self._load(leaves)
-        with layers.entered(layers.Frame()):
+        with frames.entered(frames.Frame()):
             return _tensor_of(self._head(z))
 
     def want(self, names: frozenset[str]) -> None:
@@ -133,14 +133,14 @@ def _called(module: nn.Module, x: Inputs) -> Any:
     return module(**x) if isinstance(x, dict) else module(*x)
 
 
-def _kept(x: Tensor, frame: layers.Frame, lasts: bool) -> Tensor:
+def _kept(x: Tensor, frame: frames.Frame, lasts: bool) -> Tensor:
     """A feature as it is now: a copy where a layer behind it, or a rewritten head's input, may work in place."""
     return x if lasts and frame.rewrite is None else x.clone()
 
 
 def _keeper(name: str, lasts: bool) -> Callable[..., None]:
     def keep(module: nn.Module, args: Any, output: Any) -> None:
-        frame = layers.current()
+        frame = frames.current()
         if frame is not None and name in frame.wanted:
             frame.features[name] = _kept(_tensor_of(output), frame, lasts)
 
@@ -149,7 +149,7 @@ def _keeper(name: str, lasts: bool) -> Callable[..., None]:
 
 def _at_head(lasts: bool) -> Callable[..., tuple[Any, ...] | None]:
     def keep(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        frame = layers.current()
+        frame = frames.current()
         if frame is None:
             return None
         z = args[0]
@@ -263,7 +263,7 @@ def _runs_channels_last(network: Network, sample: Inputs) -> bool:
                 for train in (False, True):
                     leaves = {k: fn(v.clone()) for k, v in network.start.items()}
                     torch.manual_seed(0)
-                    outputs.append(network(leaves, sample, layers.Frame(), train=train))
+                    outputs.append(network(leaves, sample, frames.Frame(), train=train))
     except Exception:
         return False
     finally:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fedloom import layers
+from fedloom import frames
 from fedloom.errors import UserError
 
 _SOMETIMES_VIEWS = (
@@ -80,7 +80,7 @@ def lasting(
     try:
         for train in (False, True):
             module.train(train)
-            with torch.no_grad(), torch.random.fork_rng(devices=devices), layers.entered(layers.Frame()):
+            with torch.no_grad(), torch.random.fork_rng(devices=devices), frames.entered(frames.Frame()):
                 over, found = _run(module, run, tensor_of, head)
             seen |= found
             changed |= over

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fedloom.frames import uniform_like
 from fedloom.kernels import recurrent
 
 Weights = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
@@ -82,15 +83,10 @@ class _Mapped(nn.RNNBase, ABC):
                 ends.append(end)
             x = torch.cat(outputs, -1) if ways > 1 else outputs[0]
             if self.dropout and self.training and layer + 1 < self.num_layers:
-                keep = (self._noise(x) >= self.dropout).to(x.dtype)
+                keep = (uniform_like(x, x.shape) >= self.dropout).to(x.dtype)
                 x = x * keep / (1 - self.dropout)
         last = tuple(torch.stack(parts) for parts in zip(*ends, strict=True))
         return x.transpose(0, 1) if self.batch_first else x, last if kind == "lstm" else last[0]
-
-    def _noise(self, x: Tensor) -> Tensor:
-        from fedloom.layers import uniform_like
-
-        return uniform_like(x, x.shape)
 
     @abstractmethod
     def _kind(self) -> recurrent.Kind:

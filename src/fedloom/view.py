@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fedloom import kernels, layers, rng
+from fedloom import frames, kernels, rng
 from fedloom.tasks.base import class_logits
 from fedloom.tasks.builtin import plain
 from fedloom.types import Batch, Inputs, Leaves, Seen
@@ -182,7 +182,7 @@ class View:
         bound, seen = self._bound, self._seen
         rewrite = bound.method.partition.rewrite
         leaves = self.leaves
-        frame = layers.Frame(
+        frame = frames.Frame(
             mask=self.batch.mask,
             key=rng.fold(seen.noise, self._step) if self._train and bound.network.noisy else None,
             wanted=frozenset(n for names in self._taps.values() for n in names),

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedloom import kernels, layers, network
+from fedloom import frames, kernels, layers, network
 from fedloom.models import convnet3
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -119,7 +119,7 @@ def test_normalisation_with_a_weight_that_all_clients_share(masked: bool) -> Non
     mask = (torch.arange(5) < 4).double().expand(2, 5).contiguous().to(DEVICE)
 
     def fn(x: Tensor, mask: Tensor) -> Tensor:
-        with layers.entered(layers.Frame(mask=mask if masked else None)):
+        with frames.entered(frames.Frame(mask=mask if masked else None)):
             return layer(x)
 
     assert torch.vmap(lambda x: torch.tensor(kernels.serves(x, shared=[layer.weight])))(x).all()
@@ -149,7 +149,7 @@ def test_layers_that_work_in_place_behind_the_kernels() -> None:
     def out(x: Tensor, leaves: dict[str, Tensor], buffers: dict[str, Tensor]) -> Tensor:
         return torch.func.functional_call(net, {**leaves, **buffers}, (x,))
 
-    with layers.entered(layers.Frame()):
+    with frames.entered(frames.Frame()):
         ours = torch.vmap(out)(x, leaves, buffers)
     theirs = torch.stack([c(part) for c, part in zip(copies, x, strict=True)])
     assert torch.allclose(ours, theirs, atol=1e-10)
@@ -255,7 +255,7 @@ class Cohort:
         self.net.want(frozenset(wanted.split()))
 
         def out(x: Tensor, leaves: dict[str, Tensor], rows: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-            frame = layers.Frame(mask=rows if mask else None, wanted=frozenset(wanted.split()))
+            frame = frames.Frame(mask=rows if mask else None, wanted=frozenset(wanted.split()))
             y = self.net(leaves, x, frame, train=train, still=frozenset(still.split()))
             return y, frame.features
 
@@ -377,7 +377,7 @@ def test_chains_in_bfloat16_are_what_layers_return(taken: list[str], monkeypatch
         def out(x: Tensor, weight: Tensor, bias: Tensor, buffers: dict[str, Tensor]) -> Tensor:
             return torch.func.functional_call(net, {"0.weight": weight, "0.bias": bias, **buffers}, (x,))
 
-        with layers.entered(layers.Frame()):
+        with frames.entered(frames.Frame()):
             y = torch.vmap(out)(*inputs, buffers)
         made.append((y, *torch.autograd.grad((y.float() ** 2).sum(), inputs), *buffers.values()))
     assert taken == ["chained 2x2"]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
-from fedloom import kernels
+from fedloom import frames, kernels, layers
 from tests.engines.test_kernels import DEVICE, Cohort, compare, cuda, random, same, taken
 
 __all__ = ["taken"]  # a fixture
@@ -79,3 +81,51 @@ def test_who_listens_to_a_relu_gets_what_it_returns(taken: list[str], monkeypatc
     net = nn.Sequential(nn.BatchNorm2d(3), nn.ReLU6(), nn.MaxPool2d(1), nn.Flatten(), nn.Linear(240, 2))
     same(Cohort(net), monkeypatch, "1 2")
     assert taken == ["chained 1x1"]
+
+
+@cuda
+@pytest.mark.parametrize("relu", [nn.ReLU(inplace=True), nn.ReLU6()], ids=["relu", "relu6"])
+def test_bias_of_a_convolution_that_all_clients_share(relu: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a gradient, it is added where windows are read."""
+    net = nn.Sequential(nn.Conv2d(3, 5, 3, padding=1), relu, nn.MaxPool2d((2, 3)), nn.Flatten(), nn.Linear(60, 2))
+    leaves = {n: 4 * torch.randn_like(v) for n, v in Cohort(net).net.start.items()}
+    x = 3 * random(2, 7, 3, 8, 10)
+
+    def made(wanted: str = "", own: str = "", gradient: bool = False) -> list[Tensor]:
+        built = Cohort(net).net
+        built.want(frozenset(wanted.split()))
+        mine = {n: torch.stack([v, v]) for n, v in leaves.items() if n in own.split()}
+
+        def out(x: Tensor, mine: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+            frame = frames.Frame(wanted=frozenset(wanted.split()))
+            return built({**leaves, **mine}, x, frame, train=False), frame.features
+
+        with torch.set_grad_enabled(gradient):
+            y, features = torch.vmap(out)(x, mine)
+        return [y, *features.values()]
+
+    given: list[bool] = []
+    plain = kernels.acted
+
+    def acted(*args: Any, **options: Any) -> Tensor:
+        given.append("bias" in options)
+        return plain(*args, **options)
+
+    monkeypatch.setattr(kernels, "acted", acted)
+    for wanted, own, gradient, expected in (
+        ("", "", False, 1),
+        ("2", "", False, 1),
+        ("0", "", False, 0),
+        ("1", "", False, 0),
+        ("", "0.bias", False, 0),
+        ("", "", True, 0),
+    ):
+        given.clear()
+        ours = made(wanted, own, gradient)
+        with monkeypatch.context() as patch:
+            patch.setattr(layers, "FUSE", False)
+            theirs = made(wanted, own, gradient)
+        assert sum(given) == expected, (wanted, own, gradient)
+        assert len(ours) == len(theirs)
+        assert all(torch.allclose(a, b, atol=1e-12) for a, b in zip(ours, theirs, strict=True))
+        assert ours[0].std() > 0.1

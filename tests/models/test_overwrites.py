@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedloom import layers, models, network
+from fedloom import frames, models, network
 
 IN_PLACE = nn.Sequential(
     nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(inplace=True), nn.MaxPool2d(2), nn.Flatten(), nn.ReLU(inplace=True),
@@ -124,7 +124,7 @@ def test_what_is_overwritten_is_copied(case: str) -> None:
     heard: dict[str, Tensor] = {}
     for name, part in net.module.named_modules():
         part.register_forward_hook(lambda part, args, y, name=name: heard.update({name: y.clone()}))
-    frame = layers.Frame(wanted=names)
+    frame = frames.Frame(wanted=names)
     net(net.start, x, frame, train=True)
     for name in heard.keys() - {""}:
         assert torch.equal(frame.features[name], heard[name]), name
@@ -136,7 +136,7 @@ def test_features_are_copies_where_the_heads_input_is_rewritten() -> None:
     )
     net.want(frozenset({"1", "z"}))
     for rewrite, same in ((None, True), (lambda z: z.mul_(2), False)):
-        frame = layers.Frame(wanted=frozenset({"1", "z"}), rewrite=rewrite)
+        frame = frames.Frame(wanted=frozenset({"1", "z"}), rewrite=rewrite)
         net(net.start, torch.ones(2, 9), frame, train=True)
         assert (frame.features["1"] is frame.features["z"]) == same
         assert torch.allclose(frame.features["1"], net.start["1.weight"].sum(1).expand(2, 4) + net.start["1.bias"])

@@ -10,9 +10,16 @@ from torch import Tensor
 from fedloom.kernels.cohort import Pair, _Lifted, slopes
 
 
-def acted(x: Tensor, window: Pair, *, six: bool = False) -> Tensor:
-    """ReLU (of at most 6), then the maximum over windows that do not overlap, of one client inside ``vmap``."""
-    y: Tensor = _Lifted.apply(_CohortActivation, x, window, six, torch.is_grad_enabled())  # type: ignore[no-untyped-call]
+def acted(x: Tensor, window: Pair, *, six: bool = False, bias: Tensor | None = None) -> Tensor:
+    """ReLU (of at most 6), then the maximum over windows that do not overlap, of one client inside ``vmap``.
+
+    Args:
+        x: (batch, channels, height, width).
+        window: height and width of the windows.
+        six: whether the activation ends at 6.
+        bias: of each channel, added to x before; without a gradient.
+    """
+    y: Tensor = _Lifted.apply(_CohortActivation, x, window, six, torch.is_grad_enabled(), bias)  # type: ignore[no-untyped-call]
     return y
 
 
@@ -85,10 +92,10 @@ class _CohortActivation(torch.autograd.Function):
     """x: (clients, batch, channels, height, width)."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, window: Pair, six: bool, keep: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, window: Pair, six: bool, keep: bool, bias: Tensor | None) -> Tensor:
         from fedloom.kernels import patches
 
-        y, place, _ = patches.chained(x.contiguous(), window, None, six=six, keep=keep)
+        y, place, _ = patches.chained(x.contiguous(), window, None, six=six, keep=keep, added=bias)
         ctx.save_for_backward(place)
         ctx.window, ctx.size = window, x.shape
         return y
@@ -101,7 +108,7 @@ class _CohortActivation(torch.autograd.Function):
         clients, batch, channels, height, width = ctx.size
         size = torch.Size((clients, batch * channels, height, width))
         dx = patches.returned(dy.contiguous().flatten(1, 2), place.flatten(1, 2), size, ctx.window)
-        return dx.view(ctx.size), None, None, None
+        return dx.view(ctx.size), None, None, None, None
 
 
 class _CohortChain(torch.autograd.Function):

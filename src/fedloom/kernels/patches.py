@@ -191,15 +191,24 @@ def _unpool(
 
 
 @triton.jit
+def _before(raw, middle, factor, gain, shift, NORM: tl.constexpr, AFFINE: tl.constexpr, SUM: tl.constexpr):
+    """What a ReLU is given: x, normalised, or with a bias added."""
+    if NORM:
+        value = normal(raw, middle, factor, gain, shift, AFFINE, SUM)
+    else:
+        value = raw.to(SUM)
+        if AFFINE:
+            value += shift
+    return value
+
+
+@triton.jit
 def _larger(
     raw, best, winner, spot, middle, factor, gain, shift,
     PLACE: tl.constexpr, NORM: tl.constexpr, AFFINE: tl.constexpr, SUM: tl.constexpr,
 ):  # fmt: skip
     """The best of a window so far after one more place of it: the first of equal ones, NaN above all."""
-    if NORM:
-        value = normal(raw, middle, factor, gain, shift, AFFINE, SUM)
-    else:
-        value = raw.to(SUM)
+    value = _before(raw, middle, factor, gain, shift, NORM, AFFINE, SUM)
     if PLACE == 0:
         best = value
         winner = raw
@@ -225,16 +234,12 @@ def _opened(
     raw, middle, factor, gain, shift, NORM: tl.constexpr, AFFINE: tl.constexpr, SIX: tl.constexpr, SUM: tl.constexpr
 ):
     """What the ReLU returns for values of x."""
-    if NORM:
-        value = normal(raw, middle, factor, gain, shift, AFFINE, SUM)
-    else:
-        value = raw.to(SUM)
-    return _relu(value, SIX).to(raw.dtype)
+    return _relu(_before(raw, middle, factor, gain, shift, NORM, AFFINE, SUM), SIX).to(raw.dtype)
 
 
 @triton.jit
 def _chain(
-    x, y, act, place, kept, mean, scale, weight, bias, planes, channels,
+    x, y, act, place, kept, mean, scale, weight, bias, planes, channels, step,
     H: tl.constexpr, W: tl.constexpr, OH: tl.constexpr, OW: tl.constexpr, R: tl.constexpr, S: tl.constexpr,
     NORM: tl.constexpr, AFFINE: tl.constexpr, SIX: tl.constexpr, ACT: tl.constexpr, KEEP: tl.constexpr, SUM: tl.constexpr,
     BP: tl.constexpr, BQ: tl.constexpr,
@@ -257,6 +262,8 @@ def _chain(
         if AFFINE:
             gain = tl.load(weight + channel, mask=row, other=0.0).to(SUM)[:, None]
             shift = tl.load(bias + channel, mask=row, other=0.0).to(SUM)[:, None]
+    elif AFFINE:
+        shift = tl.load(bias + client * step + plane % channels, mask=row, other=0.0).to(SUM)[:, None]
     best = tl.zeros((BP, BQ), SUM)
     winner = tl.zeros((BP, BQ), x.dtype.element_ty)
     spot = tl.zeros((BP, BQ), tl.uint8)
@@ -365,6 +372,7 @@ def chained(
     six: bool,
     keep: bool,
     act: Tensor | None = None,
+    added: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """The chain's output, the place of each window's maximum (255: no gradient) and ``x`` there.
 
@@ -375,6 +383,7 @@ def chained(
         six: whether the activation ends at 6.
         keep: whether a gradient may be asked for; places and values are None otherwise, or if there are no windows.
         act: what the ReLU returns is written here, if the windows fill the map.
+        added: a bias (clients, channels) that ``x`` still lacks, without ``norm``; clients may share it.
     """
     clients, batch, channels, height, width = x.shape
     rows, columns = height // window[0], width // window[1]
@@ -383,12 +392,12 @@ def chained(
     keep = keep and window != (1, 1)
     place = torch.empty_like(y, dtype=torch.uint8) if keep else None
     kept = torch.empty_like(y) if keep and norm is not None else None
-    mean, scale, weight, bias = (None,) * 4 if norm is None else norm
+    mean, scale, weight, bias = (None, None, None, added) if norm is None else norm
     planes = batch * channels
     high, across, grid = tile(planes, rows * columns, TILE if window == (1, 1) else TILE // 2)
     _chain[(*grid, clients)](
-        x, y, either(act, x), either(place, x), either(kept, x), either(mean, x), either(scale, x), either(weight, x), either(bias, x), planes, channels,
+        x, y, either(act, x), either(place, x), either(kept, x), either(mean, x), either(scale, x), either(weight, x), either(bias, x), planes, channels, 0 if added is None else added.stride(0),
         H=height, W=width, OH=rows, OW=columns, R=window[0], S=window[1], NORM=norm is not None,
-        AFFINE=weight is not None, SIX=six, ACT=act is not None, KEEP=keep, SUM=wide(x)[1], BP=high, BQ=across, num_warps=4,
+        AFFINE=bias is not None, SIX=six, ACT=act is not None, KEEP=keep, SUM=wide(x)[1], BP=high, BQ=across, num_warps=4,
     )  # fmt: skip
     return y, place, kept

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from fedloom.errors import UserError
-from fedloom.layers import uniform_like
+from fedloom.frames import uniform_like
 
 Norm = Literal["bn_batch", "bn_track", "gn", "none"]
 NORMS: tuple[Norm, ...] = ("bn_batch", "bn_track", "gn", "none")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from fedloom import layers, models, network, tasks
+from fedloom import frames, models, network, tasks
 from fedloom.errors import UserError
 from fedloom.slots import Sweep
 from fedloom.structure import Structure
@@ -68,7 +68,7 @@ def costs(model: nn.Module, x: Inputs, *, task: str = "classification", repeats:
     found = candidates(net.structure)
     default = {t.name for t in choose(net.structure, None, None, "input")}
     net.want(frozenset(t.name for t in found))
-    frame = layers.Frame(wanted=frozenset(t.name for t in found))
+    frame = frames.Frame(wanted=frozenset(t.name for t in found))
     with torch.no_grad():
         output = net(net.start, x, frame, train=False)
     y = _labels(task, output)
