@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fedloom import rng
+from fedloom.types import Summary
 
 
 @dataclass(slots=True)
@@ -22,6 +23,8 @@ class Frame:
         key: counter key for noise; None for torch's own noise.
         wanted: names of the modules whose outputs are kept.
         features: those outputs.
+        summed: those of which a summary is enough, see :class:`fedloom.types.Summed`.
+        summaries: those that a kernel made, in the place of the output.
         rewrite: applied to the head's input.
         draws: how often noise was drawn.
     """
@@ -30,6 +33,8 @@ class Frame:
     key: Tensor | None = None
     wanted: frozenset[str] = frozenset()
     features: dict[str, Tensor] = field(default_factory=dict)
+    summed: frozenset[str] = frozenset()
+    summaries: dict[str, Summary] = field(default_factory=dict)
     rewrite: Callable[[Tensor], Tensor] | None = None
     draws: int = 0
 

@@ -223,19 +223,23 @@ def _chain(parts: tuple[Any, ...], names: tuple[str | None, ...], at: int, x: Te
     heard, window = listening[end - 1] is True, None
     if end < len(parts) and listening[end] is not None:
         window = _window(parts[end], x.shape[2:], whole=heard)
-    apart, six = heard and window is not None, type(relu) is nn.ReLU6
+    apart, six, name = heard and window is not None, type(relu) is nn.ReLU6, names[end - 1]
+    summed = apart and frame is not None and name in frame.summed
     window, end = ((1, 1), end) if window is None else (window, end + 1)
-    made: list[Tensor]
+    made: list[Any]
     if norm is not None:
         assert frame is not None
-        call = kernels.chained_apart if apart else kernels.chained
+        call = kernels.chained_summed if summed else kernels.chained_apart if apart else kernels.chained
         *made, mean, var, count = call(x, frame.mask, norm.weight, norm.bias, norm.eps, window, six=six)
         if norm.training and norm.running_mean is not None:
             norm._track(mean, var, count)
     elif window != (1, 1):
-        made = [*kernels.acted_apart(x, window, six=six)] if apart else [kernels.acted(x, window, six=six)]
+        act = kernels.acted_summed if summed else kernels.acted_apart
+        made = [*act(x, window, six=six)] if apart else [kernels.acted(x, window, six=six)]
     else:
         return None
+    if summed and frame is not None and name is not None:
+        frame.summaries[name] = made.pop()
     for part, output in zip(parts[end - len(made) : end], reversed(made), strict=True):
         _tell(part, x, output)
     return made[0], end

@@ -26,12 +26,24 @@ Message = dict[str, Leaves]
 EACH = "each"
 """The static key of clients that run side by side though each has its own, which client code finds in a tensor."""
 
+Summary = tuple[Tensor, Tensor]
+"""Of a feature, per row, means over positions: of its channels, and of ``sum_c p_c log p_c``, p the softmax over them."""
+
 Kind = Literal["shared", "personal", "mirrored", "frozen"]
 """How a leaf travels.
 
 ``shared``: received, trained, sent. ``personal``: neither received nor sent, ever. ``mirrored``: sent, but a
 client starts from its own; what is received is only an anchor. ``frozen``: neither trained nor sent.
 """
+
+
+class Summed(str):
+    """The name of a tap, channels on axis 1, of which its summary is enough: ``view.summary(name)``, or where that is None the feature.
+
+    A kernel then makes it along with the layer, and neither the feature nor its gradient need be in memory.
+    """
+
+    __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True)

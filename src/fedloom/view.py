@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from fedloom import frames, kernels, rng
 from fedloom.tasks.base import class_logits
 from fedloom.tasks.builtin import plain
-from fedloom.types import Batch, Inputs, Leaves, Seen
+from fedloom.types import Batch, Inputs, Leaves, Seen, Summary, Summed
 
 if TYPE_CHECKING:
     from fedloom.bound import Bound
@@ -36,6 +36,7 @@ class View:
         "_seen",
         "_step",
         "_still",
+        "_summaries",
         "_taps",
         "_train",
         "batch",
@@ -65,6 +66,7 @@ class View:
         self._train, self._still, self._taps, self._step = train, still, taps or {}, step
         self._out: Tensor | None = None
         self._features: dict[str, Tensor] = {}
+        self._summaries: dict[str, Summary] = {}
 
     @property
     def output(self) -> Tensor:
@@ -89,6 +91,12 @@ class View:
         if self._out is None:
             self._run()
         return self._features[name]
+
+    def summary(self, name: str) -> Summary | None:
+        """Of a feature that is asked for as :class:`fedloom.types.Summed`, where a kernel has made it in the place of the feature."""
+        if self._out is None:
+            self._run()
+        return self._summaries.get(name)
 
     def tapped(self, owner: str) -> dict[str, Tensor]:
         """The features that an owner asked for, in the order in which it named them."""
@@ -181,14 +189,15 @@ class View:
     def _run(self) -> None:
         bound, seen = self._bound, self._seen
         rewrite = bound.method.partition.rewrite
-        leaves = self.leaves
+        leaves, asked = self.leaves, [n for names in self._taps.values() for n in names]
         frame = frames.Frame(
             mask=self.batch.mask,
             key=rng.fold(seen.noise, self._step) if self._train and bound.network.noisy else None,
-            wanted=frozenset(n for names in self._taps.values() for n in names),
+            wanted=frozenset(asked),
+            summed=frozenset(asked) - {n for n in asked if not isinstance(n, Summed)},
             rewrite=None if rewrite is None else lambda z: rewrite(z, leaves, seen),
         )
         self._out = bound.network(leaves, self.batch.x, frame, train=self._train, still=self._still)
-        self._features = frame.features
+        self._features, self._summaries = frame.features, frame.summaries
         if bound.network.autocast is not None:  # client code multiplies them by leaves: of their type, as the output is
             self._features = {n: f.float() if f.is_floating_point() else f for n, f in frame.features.items()}

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import sys
+from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import fedloom as fl
 from fedloom import frames, kernels, layers
+from fedloom.engines.vectorised import VectorisedEngine
 from tests.engines.test_kernels import DEVICE, Cohort, compare, cuda, random, same, taken
+from tests.helpers import everything, gap
 
 __all__ = ["taken"]  # a fixture
 
@@ -129,3 +135,74 @@ def test_bias_of_a_convolution_that_all_clients_share(relu: nn.Module, monkeypat
         assert len(ours) == len(theirs)
         assert all(torch.allclose(a, b, atol=1e-12) for a, b in zip(ours, theirs, strict=True))
         assert ours[0].std() > 0.1
+
+
+def _summary(z: Tensor) -> tuple[Tensor, Tensor]:
+    logs = F.log_softmax(z, 2)
+    return z.flatten(3).mean(3), (logs.exp() * logs).sum(2).flatten(2).mean(2)
+
+
+@cuda
+@pytest.mark.parametrize("window", [(2, 2), (4, 3)])
+@pytest.mark.parametrize("channels", [5, 70])
+@pytest.mark.parametrize("six", [False, True], ids=["relu", "relu6"])
+def test_activation_that_is_pooled_and_summed_up(window: tuple[int, int], channels: int, six: bool) -> None:
+    x = random(2, 3, channels, 8, 12).detach().mul(4).requires_grad_()
+    y, found = torch.vmap(lambda x: kernels.acted_summed(x, window, six=six))(x)
+    act = (F.relu6 if six else F.relu)(x)
+    pooled = F.max_pool2d(act.flatten(0, 1), window).unflatten(0, (2, 3))
+    ours, theirs = (
+        torch.cat([a.flatten(2), b[0], b[1][..., None]], 2) for a, b in ((y, found), (pooled, _summary(act)))
+    )
+    compare(ours, theirs, [x], 1e-9)
+
+
+@cuda
+@pytest.mark.parametrize("masked", [True, False])
+@pytest.mark.parametrize("affine", [True, False])
+def test_chains_whose_activation_is_summed_up(masked: bool, affine: bool) -> None:
+    clients, batch, channels = 2, 7, 3
+    x = random(clients, batch, channels, 6, 4)
+    weight, bias = (random(clients, channels), random(clients, channels)) if affine else (None, None)
+    mask = (torch.arange(batch) < 5).double().expand(clients, batch).contiguous().to(DEVICE) if masked else None
+    packed = {k: v for k, v in {"x": x, "mask": mask, "w": weight, "b": bias}.items() if v is not None}
+    y, found, *moments = torch.vmap(
+        lambda p: kernels.chained_summed(p["x"], p.get("mask"), p.get("w"), p.get("b"), 1e-5, (3, 2))
+    )(packed)
+    pooled, act, *others = torch.vmap(
+        lambda p: kernels.chained_apart(p["x"], p.get("mask"), p.get("w"), p.get("b"), 1e-5, (3, 2))
+    )(packed)
+    real = 5 if masked else batch
+    ours, theirs = (
+        torch.cat([a.flatten(2), b[0], b[1][..., None]], 2)[:, :real] for a, b in ((y, found), (pooled, _summary(act)))
+    )
+    compare(ours, theirs, [t for t in (x, weight, bias) if t is not None], 1e-9)
+    assert all(torch.equal(a, b) for a, b in zip(moments, others, strict=True))
+
+
+@cuda
+@pytest.mark.parametrize("norm", ["none", "bn_batch"])
+@pytest.mark.parametrize("method", ["fedavg + isr", "fedavg + isr(weights='adaptive')", "fedavg + isr(alpha=0.0)"])
+def test_supervision_reads_summaries(method: str, norm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same as where features are in memory, to which terms that read them go back."""
+    data = fl.Federation.from_arrays([(rows(10, seed=k), rows(2, seed=9 + k)) for k in range(3)])
+    net = partial(fl.models.convnet3, num_classes=3, in_channels=3, norm=norm, width=4)
+    called: list[str] = []
+    for name in ("acted_summed", "chained_summed"):
+        fn = getattr(kernels, name)
+        monkeypatch.setattr(kernels, name, lambda *a, fn=fn, name=name, **o: (called.append(name), fn(*a, **o))[1])
+    options: dict[str, Any] = {"rounds": 1, "epochs": 1, "batch_size": 5, "precision": "fp64", "progress": False}
+    options |= {"engine": VectorisedEngine(), "device": DEVICE}
+    ours = fl.fit(method, net, data, **options)
+    assert set(called) == {"chained_summed" if norm == "bn_batch" else "acted_summed"}
+    with monkeypatch.context() as patch:
+        patch.setattr(sys.modules["fedloom.plugins.isr"], "Summed", str)
+        called.clear()
+        theirs = fl.fit(method, net, data, **options)
+    assert not called
+    assert gap(everything(ours), everything(theirs)) < 1e-9
+
+
+def rows(count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    draw = np.random.default_rng(seed)
+    return draw.normal(size=(count, 3, 8, 8)).astype("f4"), draw.integers(0, 3, count)

@@ -29,6 +29,12 @@ def acted_apart(x: Tensor, window: Pair, *, six: bool = False) -> tuple[Tensor, 
     return y, act
 
 
+def acted_summed(x: Tensor, window: Pair, *, six: bool = False) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """As :func:`acted`, and of what the ReLU returns, which is never in memory, what :func:`fedloom.kernels.summarised` makes of it."""
+    y, *summary = _Lifted.apply(_CohortSummedActivation, x, window, six, torch.is_grad_enabled())  # type: ignore[no-untyped-call]
+    return y, (summary[0], summary[1])
+
+
 def chained(
     x: Tensor,
     mask: Tensor | None,
@@ -74,6 +80,24 @@ def chained_apart(
         _CohortTappedChain, x, mask, weight, bias, eps, window, six, keep
     )
     return y, act, mean, var, count
+
+
+def chained_summed(
+    x: Tensor,
+    mask: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    window: Pair,
+    *,
+    six: bool = False,
+) -> tuple[Tensor, tuple[Tensor, Tensor], Tensor, Tensor, Tensor]:
+    """As :func:`chained_apart`, with a summary in the place of what the ReLU returns."""
+    keep = torch.is_grad_enabled()
+    y, *summary, mean, var, count = _Lifted.apply(  # type: ignore[no-untyped-call]
+        _CohortSummedChain, x, mask, weight, bias, eps, window, six, keep
+    )
+    return y, (summary[0], summary[1]), mean, var, count
 
 
 def _measured(
@@ -200,6 +224,84 @@ class _CohortTappedChain(torch.autograd.Function):
         arrived = _before_relu(ctx, dy, d_act, place, act)
         dx, sums = norms.back(x.flatten(3), arrived.flatten(3), mask, mean, scale, weight, count)
         return dx.view(x.shape), None, *slopes(sums, weight), None, None, None, None
+
+
+class _CohortSummedActivation(torch.autograd.Function):
+    """x: (clients, batch, channels, height, width)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, window: Pair, six: bool, keep: bool) -> tuple[Tensor, Tensor, Tensor]:
+        from fedloom.kernels import patches
+
+        x = x.contiguous()
+        y, place, _ = patches.chained(x, window, None, six=six, keep=keep)
+        ctx.window, ctx.six = window, six
+        return y, *_summed(ctx, x, place)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor, d_mean: Tensor, d_entropy: Tensor) -> tuple[Tensor | None, ...]:
+        return _summed_back(ctx, dy, d_mean, d_entropy, *ctx.saved_tensors), None, None, None
+
+
+class _CohortSummedChain(torch.autograd.Function):
+    """x: (clients, batch, channels, height, width); mask: (clients, batch); weight and bias: (clients, channels)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        mask: Tensor | None,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
+        window: Pair,
+        six: bool,
+        keep: bool,
+    ) -> tuple[Tensor, ...]:
+        from fedloom.kernels import patches
+
+        x, mask, weight, bias, mean, var, count, scale = _measured(x, mask, weight, bias, eps)
+        act = torch.empty_like(x)
+        y, place, _ = patches.chained(x, window, (mean, scale, weight, bias), six=six, keep=keep, act=act)
+        ctx.window, ctx.six = window, six
+        ctx.mark_non_differentiable(mean, var, count)
+        return y, *_summed(ctx, act, place, x, mask, weight, mean, scale, count.clamp(min=1)), mean, var, count
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor, d_mean: Tensor, d_entropy: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        from fedloom.kernels import norms
+
+        *maps, x, mask, weight, mean, scale, count = ctx.saved_tensors
+        arrived = _summed_back(ctx, dy, d_mean, d_entropy, *maps)
+        dx, sums = norms.back(x.flatten(3), arrived.flatten(3), mask, mean, scale, weight, count)
+        return dx.view(x.shape), None, *slopes(sums, weight), None, None, None, None
+
+
+def _summed(ctx: Any, z: Tensor, place: Tensor | None, *others: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Means and negative entropies of what a ReLU returns, given that or its input, which is kept for the way back."""
+    from fedloom.kernels import softmaxes
+
+    mean, entropy, value, log_sum = softmaxes.summed_up(z.flatten(0, 1).flatten(2), relu=True, six=ctx.six)
+    ctx.save_for_backward(z, place, value, log_sum, *others)
+    return mean.view(z.shape[:3]), entropy.view(z.shape[:2])
+
+
+def _summed_back(
+    ctx: Any,
+    dy: Tensor,
+    d_mean: Tensor,
+    d_entropy: Tensor,
+    z: Tensor,
+    place: Tensor,
+    value: Tensor,
+    log_sum: Tensor,
+) -> Tensor:
+    """The gradient in front of a ReLU whose output is summed up and pooled."""
+    from fedloom.kernels import softmaxes
+
+    pooled = dy.contiguous().flatten(0, 1), place, z.shape[-1], ctx.window
+    flat, given = z.flatten(0, 1).flatten(2), (d_mean.contiguous(), d_entropy.contiguous())
+    return softmaxes.summed_up_back(flat, value, log_sum, *given, pooled, six=ctx.six).view(z.shape)
 
 
 def _before_relu(ctx: Any, dy: Tensor, d_act: Tensor, place: Tensor, act: Tensor) -> Tensor:

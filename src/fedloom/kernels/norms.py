@@ -122,6 +122,15 @@ def normal(raw, middle, factor, gain, shift, AFFINE: tl.constexpr, SUM: tl.const
 
 
 @triton.jit
+def rectified(value, SIX: tl.constexpr):
+    """A ReLU (of at most 6), NaN for NaN."""
+    value = tl.where(value <= 0.0, 0.0, value)
+    if SIX:
+        value = tl.where(value >= 6.0, 6.0, value)
+    return value
+
+
+@triton.jit
 def shut(value, SIX: tl.constexpr):
     """Where a ReLU (of at most 6) lets no gradient through; it lets that of NaN through."""
     flat = value <= 0.0

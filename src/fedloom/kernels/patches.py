@@ -29,7 +29,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fedloom.kernels.norms import TILE, either, normal, shut, tile, wide
+from fedloom.kernels.norms import TILE, either, normal, rectified, shut, tile, wide
 
 
 @dataclass(frozen=True)
@@ -221,20 +221,11 @@ def _larger(
 
 
 @triton.jit
-def _relu(value, SIX: tl.constexpr):
-    """A ReLU (of at most 6), NaN for NaN."""
-    value = tl.where(value <= 0.0, 0.0, value)
-    if SIX:
-        value = tl.where(value >= 6.0, 6.0, value)
-    return value
-
-
-@triton.jit
 def _opened(
     raw, middle, factor, gain, shift, NORM: tl.constexpr, AFFINE: tl.constexpr, SIX: tl.constexpr, SUM: tl.constexpr
 ):
     """What the ReLU returns for values of x."""
-    return _relu(_before(raw, middle, factor, gain, shift, NORM, AFFINE, SUM), SIX).to(raw.dtype)
+    return rectified(_before(raw, middle, factor, gain, shift, NORM, AFFINE, SUM), SIX).to(raw.dtype)
 
 
 @triton.jit
@@ -298,7 +289,7 @@ def _chain(
     first = client * planes * (OH * OW)
     y += first
     where = (plane * (OH * OW))[:, None] + q[None, :]
-    tl.store(y + where, _relu(best, SIX).to(y.dtype.element_ty), mask=here)
+    tl.store(y + where, rectified(best, SIX).to(y.dtype.element_ty), mask=here)
     if KEEP:
         place += first
         tl.store(place + where, tl.where(shut(best, SIX), 255, spot).to(tl.uint8), mask=here)

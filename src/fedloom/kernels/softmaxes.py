@@ -4,7 +4,9 @@ With m the largest channel of a position, ``s = sum exp(z - m)`` and ``t = sum (
 
     u = sum_n z / n      v = sum p log p = t / s - log s      e = sum_n v / n      dz = (p (log p - v) de + du) / n
 
-The forward pass reads z once, the backward pass reads it once and writes the gradient. Imported on machines with CUDA only.
+The forward pass reads z once, the backward pass reads it once and writes the gradient. Where z is what a ReLU returns that is pooled
+behind it, the backward pass joins the gradient of the pooled map and goes through the ReLU: ``dx = (dz + dy_w [p = argmax]) [z > 0]``, and z may be
+what the ReLU is given. Imported on machines with CUDA only.
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc,type-arg,import-untyped,import-not-found"
@@ -16,6 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fedloom.kernels.norms import either, rectified, shut
+
 MANY = 256
 """From this number of rows on, a program takes more positions of one row: rows alone fill a device."""
 
@@ -23,7 +27,7 @@ MANY = 256
 @triton.jit
 def _forward(
     z, value, log_sum, mean, entropy, channels, cells,
-    WIDE: tl.constexpr, LOW: tl.constexpr, BC: tl.constexpr, BP: tl.constexpr,
+    RELU: tl.constexpr, SIX: tl.constexpr, WIDE: tl.constexpr, LOW: tl.constexpr, BC: tl.constexpr, BP: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     piece = row * tl.num_programs(1) + tl.program_id(1)
@@ -36,6 +40,8 @@ def _forward(
         channel = first + tl.arange(0, BC)
         there = (channel < channels)[:, None] & inside[None, :]
         here = tl.load(z + (row * channels + channel[:, None]) * cells + spot[None, :], mask=there, other=LOW).to(WIDE)
+        if RELU:
+            here = tl.where(there, rectified(here, SIX), LOW)
         share = tl.sum(tl.where(there, here, 0.0), 1) / cells
         tl.store(mean + piece * channels + channel, share, mask=channel < channels)
         higher = tl.maximum(top, tl.max(here, 0))
@@ -54,21 +60,33 @@ def _forward(
 
 @triton.jit
 def _backward(
-    z, value, log_sum, d_mean, d_entropy, dz, channels, cells, WIDE: tl.constexpr, BC: tl.constexpr, BP: tl.constexpr
-):
+    z, value, log_sum, d_mean, d_entropy, dy, place, dz, channels, cells,
+    W: tl.constexpr, OW: tl.constexpr, OUT: tl.constexpr, R: tl.constexpr, S: tl.constexpr,
+    POOL: tl.constexpr, SIX: tl.constexpr, WIDE: tl.constexpr, BC: tl.constexpr, BP: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     spot = tl.program_id(1) * BP + tl.arange(0, BP)
     inside = spot < cells
     entropy = tl.load(value + row * cells + spot, mask=inside, other=0.0)
     lse = tl.load(log_sum + row * cells + spot, mask=inside, other=0.0)
     slope = tl.load(d_entropy + row).to(WIDE) / cells
+    window = (spot // W // R) * OW + spot % W // S
+    slot = (spot // W % R) * S + spot % W % S
     for first in range(0, channels, BC):
         channel = first + tl.arange(0, BC)
         there = (channel < channels)[:, None] & inside[None, :]
         at = (row * channels + channel[:, None]) * cells + spot[None, :]
-        log = tl.load(z + at, mask=there, other=0.0).to(WIDE) - lse[None, :]
+        here = tl.load(z + at, mask=there, other=0.0).to(WIDE)
+        if POOL:
+            here = rectified(here, SIX)
+        log = here - lse[None, :]
         level = tl.load(d_mean + row * channels + channel, mask=channel < channels, other=0.0).to(WIDE) / cells
         made = slope * tl.exp(log) * (log - entropy[None, :]) + level[:, None]
+        if POOL:
+            where = (row * channels + channel[:, None]) * OUT + window[None, :]
+            arrived = tl.load(dy + where, mask=there, other=0.0).to(WIDE)
+            made += tl.where(tl.load(place + where, mask=there, other=255) == slot[None, :], arrived, 0.0)
+            made = tl.where(shut(here, SIX), 0.0, made)
         tl.store(dz + at, made.to(dz.dtype.element_ty), mask=there)
 
 
@@ -77,11 +95,13 @@ def _blocks(channels: int, cells: int, rows: int = 0) -> tuple[int, int]:
     return min(triton.next_power_of_2(channels), max(1, 4096 // wide)), wide
 
 
-def summed_up(z: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def summed_up(z: Tensor, *, relu: bool = False, six: bool = False) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Mean of each channel and mean negative entropy of each row; for the way back each position's own, and ``log sum_c exp z_c``.
 
     Args:
         z: (rows, channels, positions), contiguous.
+        relu: whether z is what a ReLU is given.
+        six: whether that one ends at 6.
     """
     rows, channels, cells = z.shape
     double = z.dtype == torch.float64
@@ -93,20 +113,43 @@ def summed_up(z: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     )
     kind, low = (tl.float64, -1e308) if double else (tl.float32, -3e38)
     _forward[(rows, pieces)](
-        z, value, log_sum, mean, entropy, channels, cells, WIDE=kind, LOW=low, BC=tall, BP=wide
+        z, value, log_sum, mean, entropy, channels, cells, RELU=relu, SIX=six, WIDE=kind, LOW=low, BC=tall, BP=wide
     )  # fmt: skip
     if pieces == 1:
         return mean[:, 0], entropy[:, 0], value, log_sum
     return mean.sum(1), entropy.sum(1), value, log_sum
 
 
-def summed_up_back(z: Tensor, value: Tensor, log_sum: Tensor, d_mean: Tensor, d_entropy: Tensor) -> Tensor:
-    """The gradient with respect to z."""
+def summed_up_back(
+    z: Tensor,
+    value: Tensor,
+    log_sum: Tensor,
+    d_mean: Tensor,
+    d_entropy: Tensor,
+    pooled: tuple[Tensor, Tensor, int, tuple[int, int]] | None = None,
+    *,
+    six: bool = False,
+) -> Tensor:
+    """The gradient with respect to z; of a ReLU's input if its output, or input, is z and is pooled behind it.
+
+    Args:
+        z: as in :func:`summed_up`.
+        value: from there, as is ``log_sum``.
+        log_sum: likewise.
+        d_mean: gradient of the means.
+        d_entropy: gradient of the entropies.
+        pooled: gradient of the pooled map (rows, channels, height, width), the place of each window's maximum, the width of z and the window, which fills it.
+        six: whether the ReLU ends at 6.
+    """
     rows, channels, cells = z.shape
     dz = torch.empty_like(z)
+    dy, place, width, window = (None, None, 1, (1, 1)) if pooled is None else pooled
+    out = (1, 1) if dy is None else dy.shape[2:]
     tall, wide = _blocks(channels, cells, rows)
     kind = tl.float64 if z.dtype == torch.float64 else tl.float32
     _backward[(rows, triton.cdiv(cells, wide))](
-        z, value, log_sum, d_mean, d_entropy, dz, channels, cells, WIDE=kind, BC=tall, BP=wide
+        z, value, log_sum, d_mean, d_entropy, either(dy, z), either(place, z), dz, channels, cells,
+        W=width, OW=out[1], OUT=out[0] * out[1], R=window[0], S=window[1],
+        POOL=pooled is not None, SIX=six, WIDE=kind, BC=tall, BP=wide,
     )  # fmt: skip
     return dz

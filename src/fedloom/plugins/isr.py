@@ -19,7 +19,7 @@ from fedloom.structure import Call, Structure, matches
 from fedloom.taps import points as places
 from fedloom.taps.losses import both_terms, entropy_term, information_term, weighted_terms
 from fedloom.tasks import TASKS
-from fedloom.types import Batch, Leaves, Seen
+from fedloom.types import Batch, Leaves, Seen, Summed
 from fedloom.view import View
 
 OWNER = "isr"
@@ -176,8 +176,8 @@ def _term(plan: Plan, i: int, method: Method) -> Term:
 
     def fn(view: View, batch: Batch, seen: Seen) -> Tensor:
         tap = plan.taps(view.structure)[i]
-        (feature,) = view.tapped(owner).values()
-        z = feature.to(view.structure.dtype)  # a model may compute in another one
+        found, dtype = view.summary(tap.name), view.structure.dtype  # a model may compute in another one
+        z = view.feature(tap.name).to(dtype) if found is None else (found[0].to(dtype), found[1].to(dtype))
         task = view.loss().detach() if plan.adaptive else 1.0
         if not plan.supervised(i, view.structure):
             return lam * task * entropy_term(z, batch, tap.axis)
@@ -197,7 +197,11 @@ def _term(plan: Plan, i: int, method: Method) -> Term:
             return False
         return _fits(method, phase, structure) and _trains(phase, structure, taps[i].name)
 
-    return Term(owner=owner, fn=fn, phases=enters, copy=None, taps=lambda s: (plan.taps(s)[i].name,))
+    def taps(structure: Structure) -> tuple[str, ...]:
+        tap = plan.taps(structure)[i]
+        return (Summed(tap.name) if lam and tap.axis == 1 and structure.task != "segmentation" else tap.name,)
+
+    return Term(owner=owner, fn=fn, phases=enters, copy=None, taps=taps)
 
 
 def _fits(method: Method, phase: Phase, structure: Structure) -> bool:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fedloom import kernels
 from fedloom.resizing import resized
-from fedloom.types import Batch
+from fedloom.types import Batch, Summary
 from fedloom.view import View
 
 
@@ -25,7 +25,7 @@ def adapted(z: Tensor, weight: Tensor, bias: Tensor, axis: int, like: Tensor, *,
     return resized(logits, like.shape[-2:])
 
 
-def information_term(view: View, z: Tensor, weight: Tensor, bias: Tensor, axis: int = 1) -> Tensor:
+def information_term(view: View, z: Tensor | Summary, weight: Tensor, bias: Tensor, axis: int = 1) -> Tensor:
     """``MI_m = CE(q^m(z^m), y)``: the task's loss of the adapter's output, a mean over rows or valid pixels.
 
     ``H(Y) - MI_m`` is a lower bound of the mutual information of features and labels. It is deep supervision with a linear
@@ -33,12 +33,12 @@ def information_term(view: View, z: Tensor, weight: Tensor, bias: Tensor, axis: 
 
     Reference: OmniISR, eqs. 2 and 3, as means.
     """
-    if view.structure.task == "segmentation":
+    if view.structure.task == "segmentation" and isinstance(z, Tensor):
         return view.loss(adapted(z, weight, bias, axis, view.batch.y, dense=True))
-    return view.classifier_loss(pooled(z, axis), weight, bias)
+    return view.classifier_loss(_means(z, axis), weight, bias)
 
 
-def entropy_term(z: Tensor, batch: Batch, axis: int = 1) -> Tensor:
+def entropy_term(z: Tensor | Summary, batch: Batch, axis: int = 1) -> Tensor:
     """``NE_m``: the mean over rows and positions of ``sum_c p_c log p_c``, p the softmax over the channels of z^m.
 
     It lies between ``-log C`` (equal channels) and 0.
@@ -51,13 +51,15 @@ def entropy_term(z: Tensor, batch: Batch, axis: int = 1) -> Tensor:
 
     Reference: OmniISR, eq. 4, as a mean.
     """
+    if isinstance(z, tuple):
+        return batch.mean(z[1])
     z = z.movedim(axis, 1)
     found = _summarised(z)
     return batch.mean(_entropies(z) if found is None else found[1])
 
 
 def both_terms(
-    view: View, z: Tensor, weight: Tensor, bias: Tensor, batch: Batch, axis: int = 1
+    view: View, z: Tensor | Summary, weight: Tensor, bias: Tensor, batch: Batch, axis: int = 1
 ) -> tuple[Tensor, Tensor]:
     """``MI_m`` and ``NE_m`` of one feature, as :func:`information_term` and :func:`entropy_term` have them.
 
@@ -65,29 +67,34 @@ def both_terms(
     """
     if view.structure.task == "segmentation":
         return information_term(view, z, weight, bias, axis), entropy_term(z, batch, axis)
-    u, entropies = _summary(z, axis)
-    return information_term(view, u, weight, bias), batch.mean(entropies)
+    found = _summary(z, axis)
+    return information_term(view, found, weight, bias), entropy_term(found, batch)
 
 
 def weighted_terms(
-    view: View, z: Tensor, weight: Tensor, bias: Tensor, alpha: float, lam: float, axis: int = 1
+    view: View, z: Tensor | Summary, weight: Tensor, bias: Tensor, alpha: float, lam: float, axis: int = 1
 ) -> Tensor:
     """``alpha MI_m + lambda NE_m`` of one feature: :func:`both_terms` with weights that are numbers, which a kernel adds up."""
     if view.structure.task == "segmentation":
         value = alpha * information_term(view, z, weight, bias, axis)
         return value + lam * entropy_term(z, view.batch, axis) if lam else value
-    u, entropies = _summary(z, axis) if lam else (pooled(z, axis), None)
+    u, entropies = _summary(z, axis) if lam else (_means(z, axis), None)
     return view.classifier_loss(u, weight, bias, entropies, scale=alpha, share=lam)
 
 
-def _summary(z: Tensor, axis: int) -> tuple[Tensor, Tensor]:
-    """Per row the means over positions of z and of ``sum_c p_c log p_c``."""
+def _means(z: Tensor | Summary, axis: int) -> Tensor:
+    return z[0] if isinstance(z, tuple) else pooled(z, axis)
+
+
+def _summary(z: Tensor | Summary, axis: int) -> Summary:
+    if isinstance(z, tuple):
+        return z
     z = z.movedim(axis, 1)
     found = _summarised(z)
     return (pooled(z), _entropies(z)) if found is None else found
 
 
-def _summarised(z: Tensor) -> tuple[Tensor, Tensor] | None:
+def _summarised(z: Tensor) -> Summary | None:
     """Both by one kernel where it serves; a feature without positions has one."""
     return kernels.summarised(z[:, :, None] if z.dim() == 2 else z)
 
