@@ -250,18 +250,19 @@ def _pooled(parts: tuple[Any, ...], names: tuple[str | None, ...], at: int, x: T
 
     The bias is added where windows are read. Of shared filters cuDNN would add it in a pass over the whole map.
     """
-    if len(parts) < at + 3 or torch.is_grad_enabled():
+    behind = [i for i in range(at + 1, len(parts)) if type(parts[i]) is not nn.Identity][:2]
+    if len(behind) < 2 or torch.is_grad_enabled():
         return None
-    conv, relu, pool = parts[at : at + 3]
+    conv, relu, pool = parts[at], *(parts[i] for i in behind)
     if type(conv) is not CohortConv2d or type(relu) not in _RELUS or type(pool) is not CohortMaxPool2d:
         return None
     own = conv.bias is None or any(map(_inside, (conv.weight, conv.bias)))
     if own or x.dim() != 4 or not x.numel() or not kernels.serves(x):
         return None
-    frame = current()
+    frame, end = current(), behind[1] + 1
     wanted = frozenset[str]() if frame is None else frame.wanted
-    heard = [_listening(*named, wanted) for named in zip((conv, relu, pool), names[at : at + 3], strict=True)]
-    if heard[:2] != [False, False] or heard[2] is None:
+    heard = [_listening(*named, wanted) for named in zip(parts[at:end], names[at:end], strict=True)]
+    if any(h is not False for h in heard[:-1]) or heard[-1] is None:
         return None
     x, weight, bias = kernels.shortened(x, conv.weight, conv.bias)
     assert bias is not None
@@ -271,7 +272,7 @@ def _pooled(parts: tuple[Any, ...], names: tuple[str | None, ...], at: int, x: T
         return made + bias[:, None, None], at + 1
     y = kernels.acted(made, window, six=type(relu) is nn.ReLU6, bias=bias)
     _tell(pool, made, y)
-    return y, at + 3
+    return y, end
 
 
 def _tell(part: nn.Module, x: Tensor, y: Tensor) -> None:

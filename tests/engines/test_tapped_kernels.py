@@ -93,7 +93,9 @@ def test_who_listens_to_a_relu_gets_what_it_returns(taken: list[str], monkeypatc
 @pytest.mark.parametrize("relu", [nn.ReLU(inplace=True), nn.ReLU6()], ids=["relu", "relu6"])
 def test_bias_of_a_convolution_that_all_clients_share(relu: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a gradient, it is added where windows are read."""
-    net = nn.Sequential(nn.Conv2d(3, 5, 3, padding=1), relu, nn.MaxPool2d((2, 3)), nn.Flatten(), nn.Linear(60, 2))
+    net = nn.Sequential(
+        nn.Conv2d(3, 5, 3, padding=1), nn.Identity(), relu, nn.MaxPool2d((2, 3)), nn.Flatten(), nn.Linear(60, 2)
+    )
     leaves = {n: 4 * torch.randn_like(v) for n, v in Cohort(net).net.start.items()}
     x = 3 * random(2, 7, 3, 8, 10)
 
@@ -120,9 +122,10 @@ def test_bias_of_a_convolution_that_all_clients_share(relu: nn.Module, monkeypat
     monkeypatch.setattr(kernels, "acted", acted)
     for wanted, own, gradient, expected in (
         ("", "", False, 1),
-        ("2", "", False, 1),
+        ("3", "", False, 1),
         ("0", "", False, 0),
         ("1", "", False, 0),
+        ("2", "", False, 0),
         ("", "0.bias", False, 0),
         ("", "", True, 0),
     ):

@@ -24,6 +24,10 @@ MANY = 256
 """From this number of rows on, a program takes more positions of one row: rows alone fill a device."""
 
 
+PAIRED = 256
+"""Most windows of two columns that a program takes at a time."""
+
+
 @triton.jit
 def _forward(
     z, value, log_sum, mean, entropy, channels, cells,
@@ -90,6 +94,42 @@ def _backward(
         tl.store(dz + at, made.to(dz.dtype.element_ty), mask=there)
 
 
+@triton.jit
+def _backward_paired(
+    z, value, log_sum, d_mean, d_entropy, dy, place, dz, channels, cells,
+    W: tl.constexpr, OUT: tl.constexpr, R: tl.constexpr, SIX: tl.constexpr, WIDE: tl.constexpr,
+    BC: tl.constexpr, BQ: tl.constexpr,
+):  # fmt: skip
+    """As :func:`_backward` with windows that are two columns wide: what belongs to a window is read once for all of its places."""
+    row = tl.program_id(0).to(tl.int64)
+    q = tl.program_id(1) * BQ + tl.arange(0, BQ)
+    p = tl.program_id(1) * (2 * BQ) + tl.arange(0, 2 * BQ)
+    inside = p < 2 * OUT
+    slope = tl.load(d_entropy + row).to(WIDE) / cells
+    for first in range(0, channels, BC):
+        channel = first + tl.arange(0, BC)
+        known = channel < channels
+        window = (row * channels + channel[:, None]) * OUT + q[None, :]
+        there = known[:, None] & (q < OUT)[None, :]
+        arrived = tl.load(dy + window, mask=there, other=0.0).to(WIDE)
+        chosen = tl.load(place + window, mask=there, other=255)
+        level = tl.load(d_mean + row * channels + channel, mask=known, other=0.0).to(WIDE) / cells
+        both = known[:, None] & inside[None, :]
+        for r in tl.static_range(R):
+            spot = (p // W) * (R * W) + r * W + p % W
+            entropy = tl.load(value + row * cells + spot, mask=inside, other=0.0)
+            lse = tl.load(log_sum + row * cells + spot, mask=inside, other=0.0)
+            at = (row * channels + channel[:, None]) * cells + spot[None, :]
+            here = rectified(tl.load(z + at, mask=both, other=0.0).to(WIDE), SIX)
+            log = here - lse[None, :]
+            left = tl.where(chosen == 2 * r, arrived, 0.0)
+            right = tl.where(chosen == 2 * r + 1, arrived, 0.0)
+            made = slope * tl.exp(log) * (log - entropy[None, :]) + level[:, None]
+            made += tl.reshape(tl.join(left, right), (BC, 2 * BQ))
+            made = tl.where(shut(here, SIX), 0.0, made)
+            tl.store(dz + at, made.to(dz.dtype.element_ty), mask=both)
+
+
 def _blocks(channels: int, cells: int, rows: int = 0) -> tuple[int, int]:
     wide = min(1024 if rows >= MANY else 128, triton.next_power_of_2(cells))
     return min(triton.next_power_of_2(channels), max(1, 4096 // wide)), wide
@@ -113,7 +153,8 @@ def summed_up(z: Tensor, *, relu: bool = False, six: bool = False) -> tuple[Tens
     )
     kind, low = (tl.float64, -1e308) if double else (tl.float32, -3e38)
     _forward[(rows, pieces)](
-        z, value, log_sum, mean, entropy, channels, cells, RELU=relu, SIX=six, WIDE=kind, LOW=low, BC=tall, BP=wide
+        z, value, log_sum, mean, entropy, channels, cells, RELU=relu, SIX=six, WIDE=kind, LOW=low, BC=tall, BP=wide,
+        num_warps=8 if wide >= 1024 else 4,
     )  # fmt: skip
     if pieces == 1:
         return mean[:, 0], entropy[:, 0], value, log_sum
@@ -145,11 +186,19 @@ def summed_up_back(
     dz = torch.empty_like(z)
     dy, place, width, window = (None, None, 1, (1, 1)) if pooled is None else pooled
     out = (1, 1) if dy is None else dy.shape[2:]
-    tall, wide = _blocks(channels, cells, rows)
     kind = tl.float64 if z.dtype == torch.float64 else tl.float32
+    given = z, value, log_sum, d_mean, d_entropy, either(dy, z), either(place, z), dz, channels, cells
+    if window[1] == 2:
+        area = out[0] * out[1]
+        wide = min(PAIRED, triton.next_power_of_2(area))
+        tall = min(triton.next_power_of_2(channels), max(1, 2048 // wide))
+        _backward_paired[(rows, triton.cdiv(area, wide))](
+            *given, W=width, OUT=area, R=window[0], SIX=six, WIDE=kind, BC=tall, BQ=wide
+        )  # fmt: skip
+        return dz
+    tall, wide = _blocks(channels, cells, rows)
     _backward[(rows, triton.cdiv(cells, wide))](
-        z, value, log_sum, d_mean, d_entropy, either(dy, z), either(place, z), dz, channels, cells,
-        W=width, OW=out[1], OUT=out[0] * out[1], R=window[0], S=window[1],
+        *given, W=width, OW=out[1], OUT=out[0] * out[1], R=window[0], S=window[1],
         POOL=pooled is not None, SIX=six, WIDE=kind, BC=tall, BP=wide,
     )  # fmt: skip
     return dz
