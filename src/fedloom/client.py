@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import chain, islice
+from itertools import chain, groupby, islice
 from typing import Any, Protocol
 
 import torch
@@ -22,7 +22,7 @@ from fedloom.bound import Bound, BoundPhase
 from fedloom.data import Rows
 from fedloom.optim import OptState
 from fedloom.particulars import Particulars
-from fedloom.slots import Judge, Phase, Program, Receive, Send, Sweep
+from fedloom.slots import Judge, Phase, Program, Receive, Send, Stage, Sweep
 from fedloom.stepping import Stepper
 from fedloom.types import Batch, Inputs, Leaves, Memory, Message, Seen
 from fedloom.view import View
@@ -228,11 +228,6 @@ class Desk:
         phase = bound_phase.phase
         leaves = self.layout.suited(self.bound, self.leaves)
         still = dict(leaves)
-        for spec in self.bound.specs.values():
-            if spec.copy == phase.copy and spec.buffer:
-                leaves[spec.name] = leaves[spec.name].clone()
-        copied = tree.copies([leaves[name] for name in bound_phase.trained])
-        leaves |= {name: v.requires_grad_() for name, v in zip(bound_phase.trained, copied, strict=True)}
         stepper = self.layout.stepper(self, bound_phase, leaves)
         for batch, active in stepper.batches():
             more, active = stepper.goes_on(active)
@@ -307,20 +302,25 @@ class Desk:
         stages = [s for s in self.bound.method.upload if s.when == when]
         off = self.post.gate if self.post.off is None else self.post.off
 
-        def fn(leaves: Leaves, private: dict[str, Any]) -> tuple[Message, Memory]:
+        def fn(
+            some: Sequence[Stage], message: Message, memory: Memory, leaves: Leaves, private: dict[str, Any]
+        ) -> tuple[Message, Memory]:
             seen = self.see(private, leaves)
             seen = replace(seen, gate={n: v for n, v in seen.gate.items() if n in off})  # those absent are shared
-            message: Message = {}
-            memory = dict(private["memory"])
-            for stage in stages:
+            memory = dict(memory)
+            for stage in some:
                 message, kept = stage.fn(message, memory.get(stage.owner, {}), seen)
                 if stage.owner in memory:
                     memory[stage.owner] = kept
             return message, memory
 
-        call = fn if all(s.stacked for s in stages) else partial(self.layout.call, fn)
+        message, memory = Message(), self.private["memory"]
         with torch.no_grad():
-            self.message, self.private["memory"] = call(self.leaves, self.private)
+            for stacked, some in groupby(stages, lambda stage: stage.stacked):
+                part = partial(fn, list(some))
+                call = part if stacked else partial(self.layout.call, part)
+                message, memory = call(message, memory, self.leaves, self.private)
+        self.message, self.private["memory"] = message, memory
 
     def replies(self, *, read: bool = True) -> list[Reply]:
         """One reply per client; without ``read`` their losses stay on the device, for which nobody then waits here."""

@@ -292,7 +292,8 @@ class Stage:
         when: the program whose ``Send`` runs it.
         follows: owners whose stages must come earlier if they are present.
         wire: bytes that an entry takes on the wire, ``(entry) -> int``, where it is not sent as the tensors that the server works with.
-        stacked: whether ``fn`` does to all clients' tensors along a first axis what it does to one client's: element by element.
+        stacked: whether ``fn`` also takes the tensors of all clients along a first axis (``seen.n`` has one then), but for what everybody
+            received, and does to each client's what it does to those of one client alone.
     """
 
     owner: str

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from fedloom import rng
+from fedloom import rng, tree
 from fedloom.bound import Bound, BoundPhase
 from fedloom.data.augment import Augmentation, key_of
 from fedloom.errors import UserError
@@ -90,14 +90,21 @@ class Stepper:
     Args:
         desk: where the clients work.
         phase: the phase.
-        leaves: every leaf; trained ones and buffers are the stepper's own to change.
+        leaves: every leaf; in their place the dictionary gets the stepper's own of those that steps change.
+
+    Attributes:
+        late: whether these are made when they are first needed, if at all.
     """
+
+    late = False
 
     def __init__(self, desk: Desk, phase: BoundPhase, leaves: Leaves) -> None:
         self.desk, self.phase, self.leaves = desk, phase, leaves
         self.private: dict[str, Any] = desk.private
         self.see = desk.see  # what projections see; a captured step reads it from fixed addresses
         self.params = [leaves[n] for n in phase.trained]
+        if not self.late:
+            self.take()
         self.groups: list[Group] = []
         self.states: list[OptState] = []
         self.before: int | Tensor = 0
@@ -108,6 +115,16 @@ class Stepper:
         self.moved: Tensor | None = None
         self.history: Tensor | None = None
         self.going: Tensor | None = None
+
+    def take(self) -> None:
+        """Copies what steps change: trained leaves, and the buffers of the phase's copy of the model."""
+        leaves, names = self.leaves, self.phase.trained
+        for spec in self.desk.bound.specs.values():
+            if spec.copy == self.phase.phase.copy and spec.buffer:
+                leaves[spec.name] = leaves[spec.name].clone()
+        self.params = [v.requires_grad_() for v in tree.copies([leaves[n] for n in names])]
+        leaves |= dict(zip(names, self.params, strict=True))
+        self.late = False
 
     def batches(self) -> Iterator[tuple[Batch, Tensor | None]]:
         """The batches of the phase, and which clients take part in each (None: all)."""
@@ -199,8 +216,12 @@ class Stepper:
     def number(self) -> Tensor:
         """The number of the step as a tensor, where noise is drawn from it."""
         noise: Tensor = self.private["noise"]
-        drawn = self.desk.bound.network.noisy or self.desk.work.augment is not None
-        return torch.full_like(noise, self.made) if drawn else noise
+        return torch.full_like(noise, self.made) if self.drawn else noise
+
+    @property
+    def drawn(self) -> bool:
+        """Whether steps draw noise."""
+        return self.desk.bound.network.noisy or self.desk.work.augment is not None
 
     def begin(self, used: set[str]) -> None:
         """Makes the optimisers of the leaves that the objective reaches."""

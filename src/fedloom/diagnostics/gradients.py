@@ -133,11 +133,6 @@ def _opening(bound: Bound, phase: BoundPhase) -> tuple[Receive | Sweep, ...]:
 def _client(desk: Desk, phase: BoundPhase, names: Sequence[str], rows: int) -> tuple[Leaves, float, float]:
     """One client's gradient, the mean squared distance of its mini-batches' gradients from it, and its loss."""
     leaves = dict(desk.leaves)
-    for spec in desk.bound.specs.values():
-        if spec.copy == phase.phase.copy and spec.buffer:
-            leaves[spec.name] = leaves[spec.name].clone()
-    for name in phase.trained:
-        leaves[name] = leaves[name].detach().clone().requires_grad_()
     stepper = Stepper(desk, phase, leaves)
     total: Leaves = {n: torch.zeros_like(leaves[n], requires_grad=False) for n in names}
     squares = loss = 0.0

@@ -42,6 +42,11 @@ def _installed() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
+def present(x: Tensor) -> bool:
+    """Whether there are kernels where a tensor is."""
+    return (x.is_cuda or INTERPRETED) and _installed()
+
+
 def serves(*tensors: Tensor | None, shared: Iterable[Tensor] = ()) -> bool:
     """Whether these tensors are a cohort's, on CUDA, one ``vmap`` deep, with kernels at hand; not while a step is traced.
 
@@ -51,7 +56,7 @@ def serves(*tensors: Tensor | None, shared: Iterable[Tensor] = ()) -> bool:
     """
     inside = (t for t in shared if torch._C._functorch.is_functorch_wrapped_tensor(t))
     found = [t for t in (*tensors, *inside) if t is not None]
-    if not (found[0].is_cuda or INTERPRETED) or not all(mapped(t) for t in found) or not _installed():
+    if not present(found[0]) or not all(mapped(t) for t in found):
         return False
     cores = [torch._C._functorch.get_unwrapped(t) for t in found]
     return not any(torch._C._functorch.is_functorch_wrapped_tensor(t) or isinstance(t, FakeTensor) for t in cores)

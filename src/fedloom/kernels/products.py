@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedloom.kernels.cohort import _Lifted, mapped, serves, shortened
+from fedloom.kernels.cohort import _Lifted, mapped, present, serves, shortened
 
 SHORT = 1 << 16
 """Tensors of at most so many values are joined: a launch for each of them would take longer than what it does."""
@@ -51,6 +51,21 @@ def half_squares(x: Sequence[Tensor], anchor: Sequence[Tensor], dtype: torch.dty
         return None
     value: Tensor = _Lifted.apply(_CohortPull, dtype or x[0].dtype, len(x), *x, *anchor)  # type: ignore[no-untyped-call]
     return value
+
+
+def half_squares_of_all(x: Sequence[Tensor], anchor: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """The same of every client, outside of ``vmap`` and without a gradient: tensors of x have a client axis, anchors have none.
+
+    Example:
+        >>> half_squares_of_all([torch.tensor([[1.0, 2.0], [3.0, 4.0]])], [torch.tensor([1.0, 1.0])], torch.float64)
+        tensor([0.5000, 6.5000], dtype=torch.float64)
+    """
+    if present(x[0]) and all(t.dtype == x[0].dtype and t.numel() for t in (*x, *anchor)):
+        wide = [a.expand(len(v), *a.shape) for v, a in zip(x, anchor, strict=True)]
+        value: Tensor = _CohortPull.apply(dtype, len(x), *x, *wide)  # type: ignore[no-untyped-call]
+        return value
+    gaps = [v.to(dtype) - a.to(dtype) for v, a in zip(x, anchor, strict=True)]
+    return 0.5 * torch.stack([(gap**2).reshape(len(gap), -1).sum(1) for gap in gaps], 1).sum(1)
 
 
 def _pulling(x: Sequence[Tensor], *others: Sequence[Tensor]) -> bool:

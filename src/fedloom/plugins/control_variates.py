@@ -34,14 +34,18 @@ def control_variates(eta_g: float = 1.0) -> Callable[[Method], Method]:
         return tree.zeros_like(facts.travelling())
 
     def renew(message: Message, memory: Leaves, seen: Seen) -> tuple[Message, Leaves]:
-        c, change, new = seen.broadcast[OWNER], {}, {}
+        if not memory:
+            return {**message, "control": {}}, memory
         alike = {seen.specs[name].phases: name for name in memory}
         made = {phases: seen.steps_of(name).clamp(min=1) * seen.lr_of(name) for phases, name in alike.items()}
-        for name, old in memory.items():
-            drift = (seen.received[name] - seen.final[name]) / made[seen.specs[name].phases]
-            change[name] = seen.gated(name, drift - c[name])
-            new[name] = seen.gated(name, old + change[name])
-        return {**message, "control": change}, new
+        gaps = torch._foreach_sub([seen.received[name] for name in memory], [seen.final[name] for name in memory])
+        steps = [made[seen.specs[name].phases] for name in memory]
+        columns = [s.reshape(*s.shape, *[1] * (gap.dim() - s.dim())) for s, gap in zip(steps, gaps, strict=True)]
+        drifts = torch._foreach_sub(torch._foreach_div(gaps, columns), [seen.broadcast[OWNER][name] for name in memory])
+        change = {name: seen.gated(name, drift) for name, drift in zip(memory, drifts, strict=True)}
+        new = torch._foreach_add(list(memory.values()), list(change.values()))
+        kept = {name: seen.gated(name, value) for name, value in zip(memory, new, strict=True)}
+        return {**message, "control": change}, kept
 
     def settle(reduced: Message, memory: Leaves, cohort: Cohort) -> tuple[Message, Leaves]:
         share = len(cohort) / cohort.population
@@ -52,7 +56,7 @@ def control_variates(eta_g: float = 1.0) -> Callable[[Method], Method]:
         return reduced, dict(zip(memory, moved, strict=True))
 
     def apply(method: Method) -> Method:
-        stage = Stage(owner=OWNER, fn=renew, entries={"control": mean("uniform")}, memory=zeros)
+        stage = Stage(owner=OWNER, fn=renew, entries={"control": mean("uniform")}, memory=zeros, stacked=True)
         method = method.replacing_reducer(OWNER, "delta", mean("uniform")).adding(
             terms=(inner_product(OWNER, lambda seen: seen.broadcast[OWNER], minus=lambda seen: seen.memory[OWNER]),),
             stages=(stage,),

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from fedloom import kernels
 from fedloom.errors import Conflict, UnknownName, UserError
 from fedloom.objectives import apart, quadratic
 from fedloom.priors import PRIORS, Gaps, Gaussian, Laplace, Prior, gaussian
@@ -43,6 +44,11 @@ class _Map:
         return self.omega not in ("n", "uniform")
 
     @property
+    def plain(self) -> bool:
+        """Whether R is one number times the squared gaps of all leaves."""
+        return isinstance(self.prior, Gaussian) and not self.prior.by_leaf
+
+    @property
     def reducer(self) -> Reducer:
         """The mean ``sum_k w_k (theta_k - gamma)``, in log space where weights are uploaded."""
         return mean("omega", log=True) if self.weighted else mean(self.omega)
@@ -74,9 +80,12 @@ class _Map:
         return seen.names("mirrored", extra=False)
 
     def penalty(self, names: tuple[str, ...], leaves: Leaves, seen: Seen, dtype: torch.dtype | None = None) -> Tensor:
-        """R over some leaves, computed in a type; None for that of the leaves."""
+        """R over some leaves, computed in a type; None for that of the leaves. Of a plain prior also for all clients of a wave."""
         gamma = seen.received
-        if isinstance(self.prior, Gaussian) and not self.prior.by_leaf:
+        if self.plain:
+            if seen.n.dim() and names:
+                theirs, common = [leaves[n] for n in names], [gamma[n] for n in names]
+                return self.prior.scale() * kernels.half_squares_of_all(theirs, common, dtype or theirs[0].dtype)
             return self.prior.scale() * quadratic(names, leaves, gamma, dtype=dtype)
         gaps = {n: apart(leaves[n], gamma[n], dtype) for n in names}
         parts = [self.prior.penalty(gap, self.scale(n, seen), self.learnt(n, seen)) for n, gap in gaps.items()]
@@ -106,7 +115,7 @@ class _Map:
         if self.weighted:
             penalty = self.penalty(self.names(seen), seen.final, seen, torch.float64).double()
             found = seen.swept[OWNER]
-            loss, rows = found["loss"].reshape(()), found["rows"].reshape(())
+            loss, rows = (found[k].reshape(seen.n.shape) for k in ("loss", "rows"))
             weight = {
                 "mean_loglik": -loss / rows - penalty,
                 "mean_loglik_n": -loss / rows - penalty / rows,
@@ -252,7 +261,7 @@ def map_prior(
                 Rule(owner=OWNER, pattern=statistics, kind="personal", only="shared", optional=True),
             ),
             terms=() if taken or chosen.flat else (Term(owner=OWNER, fn=it.term, phases=_not_first),),
-            stages=(Stage(owner=OWNER, fn=it.send, entries=entries, also=also, memory=it.scales),),
+            stages=(Stage(owner=OWNER, fn=it.send, entries=entries, also=also, memory=it.scales, stacked=it.plain),),
         )
         if server_lr is not None or not isinstance(chosen, Gaussian):
             method = method.adding(server=(_stage(it),))

@@ -23,20 +23,23 @@ def send_model(weight: str = "n", *, buffers: str = "n", log: bool = False) -> S
     """
 
     def fn(message: Message, memory: Leaves, seen: Seen) -> tuple[Message, Leaves]:
-        delta: Leaves = {}
-        floats: Leaves = {}
+        bases: Leaves = {}
         counters: Leaves = {}
         for spec in seen.specs.values():
             if spec.copy != "main" or not spec.sent:
                 continue
-            final = seen.final[spec.name]
             if not spec.floating:
-                counters[spec.name] = final
+                counters[spec.name] = seen.final[spec.name]
                 continue
             base = seen.received[spec.name]
             if spec.name in seen.gate:
                 base = torch.where(seen.gate[spec.name].bool(), base, seen.start[spec.name])
-            (floats if spec.buffer else delta)[spec.name] = final - base
+            bases[spec.name] = base
+        moved = torch._foreach_sub([seen.final[name] for name in bases], list(bases.values())) if bases else ()
+        delta: Leaves = {}
+        floats: Leaves = {}
+        for name, value in zip(bases, moved, strict=True):
+            (floats if seen.specs[name].buffer else delta)[name] = value
         message = {**message, "delta": delta}
         if floats:
             message["buffers"] = floats

@@ -23,6 +23,7 @@ from fedloom.bound import Bound, BoundPhase
 from fedloom.client import sweep_size
 from fedloom.data import Rows
 from fedloom.engines.vectorised.plans import Plans
+from fedloom.engines.vectorised.shelves import Shelves
 from fedloom.slots import Sweep
 from fedloom.transfer import onto
 from fedloom.types import Batch, Inputs
@@ -82,10 +83,11 @@ class Pools:
 
     Attributes:
         plans: which of the rows make up steps.
+        shelves: where batches of captured steps lie.
     """
 
     def __init__(self) -> None:
-        self.plans = Plans()
+        self.plans, self.shelves = Plans(), Shelves()
         self._kept: OrderedDict[tuple[int, ...], Pool] = OrderedDict()
         self._held = 0
         self._ahead: tuple[Hashable, tuple[Any, ...], Feed] | None = None
@@ -100,7 +102,9 @@ class Pools:
         phase = bound.phases[phases[0].name]
         name, feed = _name(bound, work, round, phase, wave), self.feed(bound, work, round, phase, wave)
         self._ahead = (name, (bound, work, wave), feed)  # these are held, since the name tells them by their addresses
-        feed.first = feed.batch(feed.ticks[0]) if feed.ticks else None
+        shelf = self.shelves.of(feed, new=False)
+        if shelf is not None and feed.ticks:
+            shelf.offer(feed, 0)
         sweep = next((step for step in bound.method.schedule.round if isinstance(step, Sweep)), None)
         if sweep is not None:
             size, dtype = sweep_size(work, sweep, wave[0].site.train), bound.structure.dtype
@@ -164,6 +168,7 @@ class Pools:
         """Forgets all pools."""
         self._ahead = self._swept = None
         self._kept.clear()
+        self.shelves.known.clear()
         self._held = 0
 
 
@@ -203,7 +208,33 @@ def widened(clients: int) -> int:
     return -(-clients // grain) * grain
 
 
-class Feed:
+class Laid:
+    """Which rows make up some steps of a wave: axes of indices and masks are steps, batches of a step, clients and rows.
+
+    Attributes:
+        mark: tells these steps from others for as long as it is held.
+        live: who moves in each step (steps x clients), where in some step somebody does not.
+    """
+
+    def __init__(self, pool: Pool, dtype: torch.dtype) -> None:
+        self.pool, self.dtype, self.mark = pool, dtype, object()
+        self.index: Tensor
+        self.ticks: list[Tick]
+        self.masks: Tensor | None = None
+        self.live: Tensor | None = None
+
+    def batch(self, tick: Tick) -> Batch:
+        """The batch of a step."""
+        made, t = None, tick.step
+        for group in reversed(range(self.index.shape[1])):
+            width = tick.widths[group]
+            mask = self.masks[t, group, : tick.clients, :width] if tick.masked and self.masks is not None else None
+            made = self.pool.take(self.index[t, group, : tick.clients, :width], mask, made)
+        assert made is not None
+        return made
+
+
+class Feed(Laid):
     """The steps of a phase for a wave of clients.
 
     Args:
@@ -227,11 +258,10 @@ class Feed:
         whole: bool = False,
         unpadded: bool = False,
     ) -> None:
-        self.pool = pool
+        super().__init__(pool, dtype)
         device = pool.y.device
         self.made = [len(p) for p in plans]
         self.planned = onto(torch.tensor(self.made, dtype=dtype), device)
-        self.first: Batch | None = None
         clients, steps = len(plans), max(self.made, default=0)
         rows = [rows for plan in plans for step in plan for rows in step]
         made = np.zeros((clients, steps, groups), np.int64)
@@ -246,7 +276,6 @@ class Feed:
         self.ticks = list(
             self._even_ticks(lengths, device) if unpadded else self._ticks(lengths, full, device, fixed, whole)
         )
-        self.masks: Tensor | None = None
         if any(t.masked for t in self.ticks):
             inside = onto(torch.from_numpy(lengths), device)[..., None] > torch.arange(full, device=device)
             self.masks = inside.to(dtype)
@@ -259,7 +288,8 @@ class Feed:
         beyond = np.arange(everyone) >= np.array(counts, np.int64)[:, None]
         idle: list[int] = (~live & ~beyond).sum(1).tolist()
         some = fixed or any(idle)
-        actives = onto(torch.from_numpy(live), device).unbind(0) if some else [None] * len(live)
+        self.live = onto(torch.from_numpy(live), device) if some else None
+        actives = [None] * len(live) if self.live is None else self.live.unbind(0)
         if fixed:
             yield from (Tick(t, everyone, (full,) * groups, True, now) for t, now in enumerate(actives))
             return
@@ -290,19 +320,6 @@ class Feed:
                 made = self.pool.take(self.index[first : first + size, group], mask, made)
             assert made is not None
             yield self.ticks[first : first + size], made
-
-    def batch(self, tick: Tick) -> Batch:
-        """The batch of a step; the first one may be there already."""
-        if self.first is not None and tick is self.ticks[0]:
-            first, self.first = self.first, None
-            return first
-        made, t = None, tick.step
-        for group in reversed(range(self.index.shape[1])):
-            width = tick.widths[group]
-            mask = self.masks[t, group, : tick.clients, :width] if tick.masked and self.masks is not None else None
-            made = self.pool.take(self.index[t, group, : tick.clients, :width], mask, made)
-        assert made is not None
-        return made
 
 
 def sweep_shapes(

@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import gc
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from fedloom import tree
 from fedloom.bound import BoundPhase
 from fedloom.client import Desk
 from fedloom.engines.vectorised.feed import Pools, Tick
+from fedloom.engines.vectorised.shelves import Shelf
 from fedloom.engines.vectorised.stepper import Known, MappedStepper
 from fedloom.engines.vectorised.traced import common_of, watched
 from fedloom.optim import OptState
@@ -31,6 +32,7 @@ from fedloom.transfer import onto
 from fedloom.types import Batch, Leaves, Memory
 
 Replay = Callable[[], None]
+_LATER = Batch(torch.empty(0), torch.empty(0))
 KEPT_ARENAS = 8
 """How many phases and widths of waves keep their tensors and graphs."""
 
@@ -126,17 +128,37 @@ class Arenas:
 class Arena:
     """Tensors at fixed addresses for the steps of one phase and one wave.
 
+    A client's start that is everybody's lies there once, and a leaf that no step changes is its start.
+
     Args:
         stepper: a stepper whose values have the shapes to be.
+        settled: what is copied in whenever a phase begins, in the order of :meth:`GraphedStepper.settled`.
     """
 
-    def __init__(self, stepper: GraphedStepper) -> None:
-        desk, phase = stepper.desk, stepper.phase
-        twin = pytree.tree_map(lambda t: torch.empty(t.shape, dtype=t.dtype, device=t.device), stepper.values())
-        self.leaves, self.private, self.common, self.slots, self.counts, self.carry, self.total, self.rates = twin
+    def __init__(self, stepper: GraphedStepper, settled: tuple[Any, ...]) -> None:
+        desk, phase, clients = stepper.desk, stepper.phase, len(stepper.desk.participants)
+
+        def empty(t: Tensor) -> Tensor:
+            return torch.empty(t.shape, dtype=t.dtype, device=t.device)
+
+        twin = pytree.tree_map(empty, settled)
+        rest, self.private, self.common, self.carry = twin
         self.tensors = list(tree.spread(twin).values())
-        self.own = [n for n in self.leaves if n in stepper.own]
-        self.graphs: dict[Hashable, tuple[Replay, dict[str, Any]]] = {}
+        received, own = self.common["received"], self.private["start"]
+        start = {n: own[n] if n in own else received[n].expand(clients, *received[n].shape) for n in desk.private["start"]}
+        self.private["start"] = start
+        self.own = [n for n in stepper.leaves if n in stepper.own]
+        mine = {n: empty(stepper.leaves[n]) for n in self.own}
+        self.leaves = {n: mine[n] if n in mine else rest[n] if n in rest else start[n] for n in stepper.leaves}
+        self.slots = pytree.tree_map(empty, [s.slots for s in stepper.all_states])
+        device = self.private["n"].device
+        self.counts = [torch.zeros((), dtype=torch.float64, device=device) for _ in stepper.groups]
+        self.rates = [torch.zeros((), dtype=torch.float64, device=device) for _ in stepper.groups]
+        self.rated: tuple[float, ...] = ()
+        self.total = torch.zeros(clients, dtype=stepper.params[0].dtype, device=device)
+        self.made = torch.zeros((), dtype=torch.int64, device=device)
+        self.opening: Replay | None = None
+        self.graphs: dict[Hashable, tuple[Replay, Shelf]] = {}
         self.touched: set[str] = set()
         self.groups = [(w, o, rate) for (w, o, _), rate in zip(stepper.groups, self.rates, strict=True)]
         self.see = watched(desk, self.common, self.touched)
@@ -148,30 +170,45 @@ class Arena:
             *(self.leaves[n] for n in self.own),
             *pytree.tree_leaves((self.slots, self.counts, self.carry)),
             self.total,
+            self.made,
         ]
+
+    def open(self) -> None:
+        """A phase begins: leaves are the clients' starts, and nothing has been counted or gathered."""
+        for name in self.own:
+            self.leaves[name].copy_(self.private["start"][name])
+        for value in (*pytree.tree_leaves((self.slots, self.counts)), self.total, self.made):
+            value.zero_()
 
 
 class GraphedStepper(MappedStepper):
     """The steps of a phase for a wave of clients, each the replay of a captured graph."""
 
+    late = True
+
     def __init__(self, desk: Desk, phase: BoundPhase, leaves: Leaves, pools: Pools, arenas: Arenas) -> None:
         super().__init__(desk, phase, leaves, pools, None)
-        self.arenas, self.failed = arenas, False
+        self.arenas, self.pools, self.failed = arenas, pools, False
         self.arena: Arena | None = None
+        self.shelf: Shelf | None = None
         self.static: Tensor | None = None
         self.recall(arenas.used.get(self.name))
 
-    def values(self) -> tuple[Any, ...]:
-        """All tensors that a step reads or writes besides its batch, in the order of an arena."""
+    def batches(self) -> Iterator[tuple[Batch, Tensor | None]]:
+        """Who takes part in each step; a captured step finds its batch itself."""
+        for tick in self.feed.ticks:
+            if tick.clients != self.clients:
+                self.narrow(tick.clients)
+            self.tick = tick
+            yield _LATER, tick.active
+
+    def settled(self) -> tuple[Any, ...]:
+        """What is copied in when a phase begins: leaves that are nobody's start, what clients have, what everybody received, carried values."""
         leaves, _, private = self.all
-        n: Tensor = private["n"]
-        clients = len(self.desk.participants)
-        dtype = self.params[0].dtype
-        total = self.total if self.total is not None else torch.zeros(clients, dtype=dtype, device=n.device)
-        told = self.arenas.told((*(float(s.step) for s in self.states), *(lr for _, _, lr in self.groups)), n.device)
-        counts, rates = list(told[: len(self.states)]), list(told[len(self.states) :])
-        slots = [s.slots for s in self.all_states]
-        return leaves, private, common_of(self.desk), slots, counts, self.carry, total, rates
+        start, received = private["start"], self.desk.post.leaves
+        rest = {n: v for n, v in leaves.items() if n not in self.own and v is not start.get(n)}
+        mine = {n: v for n, v in start.items() if not _common(v, received.get(n))}
+        return rest, {**private, "start": mine}, common_of(self.desk), self.carry
 
     def narrow(self, clients: int) -> None:
         """Only steps that are not captured narrow their tensors; a graph of its own serves each width."""
@@ -186,88 +223,119 @@ class GraphedStepper(MappedStepper):
 
     def step(self, batch: Batch, active: Tensor | None) -> None:
         """One replay; the first step of a run is mapped, which tells what the objective reaches."""
-        if not self.groups or self.failed:
-            super().step(batch, active)
-            if self.groups:
-                self.arenas.used[self.name] = self.known()
-            return
-        if self.arena is None and not self._settle():
-            super().step(batch, active)
+        if not self.groups or self.failed or (self.arena is None and not self._settle()):
+            self._mapped(active)
             return
         assert self.arena is not None and self.tick is not None
-        packed, tick = batch.packed(), self.tick
-        shape = (tick.clients, tick.widths, "mask" in packed, active is None)
+        tick, shelf = self.tick, self._shelf()
+        shelf.offer(self.feed, tick.step)
+        shape = (id(shelf), tick.clients, tick.widths, tick.masked, active is None)
         made = self.arena.graphs.get(shape)
         if made is None:
-            made = self._capture(self.arena, tick, packed, active)
-            if made is None:
-                self._leave()
+            replay = self._capture(self.arena, tick, shelf)
+            if replay is None:
+                self._leave(False)
                 super().narrow(tick.clients)
-                super().step(batch, active)
+                self._mapped(active)
                 return
-            self.arena.graphs[shape] = made
-        replay, inputs = made
-        tree.overwrite(tree.spread(inputs).values(), tree.spread(self._inputs(packed, active, tick)).values())
-        replay()
+            made = self.arena.graphs[shape] = replay, shelf
+        made[0]()
+        shelf.at += 1
         self.made += 1
+
+    def _mapped(self, active: Tensor | None) -> None:
+        """A step that is not captured."""
+        assert self.tick is not None
+        if self.late:
+            self.take()
+            super().narrow(self.clients)
+        super().step(self.feed.batch(self.tick), active)
+        if self.groups:
+            self.arenas.used[self.name] = self.known()
 
     def finish(self) -> None:
         """Copies what was trained out of the arena."""
         if self.arena is not None:
-            self._leave()
+            self._leave(True)
 
-    def _inputs(self, packed: dict[str, Any], active: Tensor | None, tick: Tick) -> dict[str, Any]:
-        number = super().number()[: tick.clients]
-        found = {"packed": packed, "number": number}
-        return found if active is None else found | {"active": active}
+    def _shelf(self) -> Shelf:
+        """Where the batches of this phase lie."""
+        if self.shelf is None:
+            self.shelf = self.pools.shelves.of(self.feed)
+        assert self.shelf is not None
+        return self.shelf
 
     def _settle(self) -> bool:
         """Finds or makes the arena of this phase and wave, and copies the present values in."""
-        values = tree.spread(self.values())
-        post = self.desk.post
-        shapes = tuple((t.shape, t.dtype) for t in values.values())
-        optimizers = tuple((tuple(where), optimizer) for where, optimizer, _ in self.groups)
-        key = (self.name, post.cohort, post.population, tuple(values), shapes, optimizers)
+        settled, post = self.settled(), self.desk.post
+        values = tree.spread(settled)
+        shapes = tuple([(t.shape, t.dtype) for t in values.values()])
+        optimizers = tuple([(tuple(where), optimizer) for where, optimizer, _ in self.groups])
+        clients = len(self.desk.participants)
+        key = (self.name, post.cohort, post.population, clients, tuple(values), shapes, optimizers)
         if key in self.arenas.refused:
             self.failed = True
             return False
-        arena = self.arenas.known.get(key) or Arena(self)
+        arena = self.arenas.known.get(key) or Arena(self, settled)
         self.arenas.keep(key, arena)
         tree.overwrite(arena.tensors, values.values())
         self.arena, self.key = arena, key
+        self._begin(arena)
         return True
 
-    def _leave(self) -> None:
-        """Copies the arena's values back, and goes on without it."""
+    def _begin(self, arena: Arena) -> None:
+        """What steps change, and their rates."""
+        leaves, _, private = self.all
+        device, rates = arena.total.device, tuple([float(lr) for _, _, lr in self.groups])
+        if arena.rated != rates:
+            tree.overwrite(arena.rates, self.arenas.told(rates, device))
+            arena.rated = rates
+        if self.late and not self.before and all(leaves[n] is private["start"].get(n) for n in arena.own):
+            if arena.opening is None:
+                arena.opening = self.arenas.capture(arena.open, cuda=arena.total.is_cuda)
+            arena.opening()
+            return
+        slots = [t for s in self.all_states for v in s.slots.values() for t in v]
+        counts = self.arenas.told(tuple([float(s.step) for s in self.states]), device)
+        tree.overwrite(
+            [*(arena.leaves[n] for n in arena.own), *pytree.tree_leaves(arena.slots), *arena.counts],
+            [*(leaves[n] for n in arena.own), *slots, *counts],
+        )
+        arena.total.zero_() if self.total is None else arena.total.copy_(self.total)
+        arena.made.fill_(self.made)
+
+    def _leave(self, over: bool) -> None:
+        """Copies the arena's values back, and goes on without it, unless the phase is over."""
         arena = self.arena
         assert arena is not None
-        leaves, params, _ = self.all
+        leaves, _, private = self.all
         own = [n for n in arena.own if n in leaves]
-        tree.overwrite([leaves[n] for n in own], [arena.leaves[n] for n in own])
-        slots = [t for s in self.all_states for v in s.slots.values() for t in v]
-        tree.overwrite(slots, [t for s in arena.slots for v in s.values() for t in v])
+        *found, self.total = tree.copies([*(arena.leaves[n] for n in own), arena.total])
+        leaves |= dict(zip(own, found, strict=True))
         for state in self.all_states:
             state.step = self.before + self.made * self.phase.phase.repeat
-        self.carry = pytree.tree_map(lambda t: t.clone(), arena.carry)
-        self.total = arena.total.clone()
-        self.params, self.leaves, self.private = params, leaves, self.all[2]
+        if not over or self.desk.work.keep_optimizer:
+            slots = [t for s in self.all_states for v in s.slots.values() for t in v]
+            tree.overwrite(slots, pytree.tree_leaves(arena.slots))
+        params = [leaves[n] for n in self.phase.trained]
+        if not over:
+            self.carry = pytree.tree_map(lambda t: t.clone(), arena.carry)
+            params = [p.requires_grad_() for p in params]
+        self.params, self.leaves, self.private = params, leaves, private
+        self.all = (leaves, params, private)
         self.states, self.clients = self.all_states, len(self.desk.participants)
-        self.arena = None
+        self.arena, self.late = None, False
 
-    def _capture(
-        self, arena: Arena, tick: Tick, packed: dict[str, Any], active: Tensor | None
-    ) -> tuple[Replay, dict[str, Any]] | None:
+    def _capture(self, arena: Arena, tick: Tick, shelf: Shelf) -> Replay | None:
         """A graph of one step at a width."""
-        inputs = pytree.tree_map(lambda t: t.clone(), self._inputs(packed, active, tick))
-        body, what = self._body(arena, tick, inputs), f"phase {self.phase.phase.name!r}"
-        replay = self.arenas.record(body, arena.mutable(), arena.touched, what)
+        body, what = self._body(arena, tick, shelf), f"phase {self.phase.phase.name!r}"
+        replay = self.arenas.record(body, [*arena.mutable(), shelf.place], arena.touched, what)
         if replay is None:
             self.arenas.refused.add(self.key)
             self.failed = True
-            return None
-        return replay, inputs
+        return replay
 
-    def _body(self, arena: Arena, tick: Tick, inputs: dict[str, Any]) -> Replay:
+    def _body(self, arena: Arena, tick: Tick, shelf: Shelf) -> Replay:
         """One step on the front of an arena, in place."""
         count = tick.clients
 
@@ -275,8 +343,10 @@ class GraphedStepper(MappedStepper):
             return value[:count]
 
         def body() -> None:
-            twin = copy.copy(self)
-            twin.arena, twin.static, twin.clients, twin.tick = None, inputs["number"], count, tick
+            twin, (packed, active) = copy.copy(self), shelf.batch(tick)
+            noise: Tensor = front(arena.private["noise"])
+            twin.arena, twin.clients, twin.tick = None, count, tick
+            twin.static = torch.zeros_like(noise) + arena.made if self.drawn else noise
             twin.objective, twin.groups, twin.total = arena.objective, arena.groups, arena.total
             twin.see = arena.see
             twin.params = [front(arena.leaves[n]).detach().requires_grad_() for n in self.phase.trained]
@@ -289,12 +359,22 @@ class GraphedStepper(MappedStepper):
             ]
             twin.carry = pytree.tree_map(front, arena.carry)
             twin.own, twin.all = set(self.own), ({**self.all[0]}, *self.all[1:])
-            MappedStepper.step(twin, Batch.unpacked(inputs["packed"]), inputs.get("active"))
+            MappedStepper.step(twin, Batch.unpacked(packed), active)
             if twin.own != self.own:
                 raise ValueError("a projection changes a leaf that it did not change in the first step")
             for kept, state in zip(arena.counts, twin.states, strict=True):
                 kept.copy_(state.step)
             carried: Memory = twin.carry
             tree.overwrite([front(t) for t in pytree.tree_leaves(arena.carry)], pytree.tree_leaves(carried))
+            shelf.place.add_(1)
+            if self.drawn:
+                arena.made.add_(1)
 
         return body
+
+
+def _common(start: Tensor, received: Tensor | None) -> bool:
+    """Whether clients' starts are all the same tensor, the one that everybody received."""
+    if received is None or start.data_ptr() != received.data_ptr() or start.shape[1:] != received.shape:
+        return False
+    return (len(start) == 1 or not start.stride(0)) and start.stride()[1:] == received.stride()

@@ -61,6 +61,11 @@ class MappedStepper(Stepper):
         self._attached: dict[tuple[tuple[int, ...], bool], Attached | None] = {}
         self._shapes = Counter((t.clients, t.widths, t.masked) for t in self.feed.ticks)
 
+    def take(self) -> None:
+        """As for one client."""
+        super().take()
+        self.all = (self.leaves, self.params, self.private)
+
     def batches(self) -> Iterator[tuple[Batch, Tensor | None]]:
         """One batch of every client that still has one."""
         for tick in self.feed.ticks:

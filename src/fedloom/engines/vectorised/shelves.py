@@ -1,0 +1,123 @@
+"""Batches of several steps at fixed addresses: a captured step takes its own by number, and nobody hands them over one by one."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+if TYPE_CHECKING:
+    from fedloom.engines.vectorised.feed import Laid, Tick
+
+SHELF_BYTES = 1 << 25
+"""How many bytes of batches a shelf holds, if it holds more than one."""
+SHELF_STEPS = 16
+"""How many steps a shelf holds at most."""
+KEPT_SHELVES = 8
+
+
+class Shelf:
+    """The batches of some steps: axes are steps, batches of a step, clients and rows.
+
+    Args:
+        laid: steps whose batches have the shape to be.
+
+    Attributes:
+        place: the place of the step that is next, on the device.
+        holds: what is laid on the shelf, and from which step on.
+        at: the place of the step that is next, as far as the host knows.
+    """
+
+    def __init__(self, laid: Laid) -> None:
+        rows = [*pytree.tree_leaves(laid.pool.x), laid.pool.y]
+        cells = laid.index[:1].numel()
+        size = sum(t[:1].nbytes for t in rows) * cells
+        self.room = max(1, min(SHELF_STEPS, SHELF_BYTES // max(1, size)))
+        shape = (self.room, *laid.index.shape[1:])
+
+        def empty(t: Tensor) -> Tensor:
+            return t.new_empty(*shape, *t.shape[1:])
+
+        self.x, self.y = pytree.tree_map(empty, laid.pool.x), empty(laid.pool.y)
+        self.masks: Tensor | None = None
+        self.live: Tensor | None = None
+        self.place = torch.zeros(1, dtype=torch.int64, device=laid.pool.y.device)
+        self.holds: tuple[object, int] | None = None
+        self.at = -1
+
+    def offer(self, laid: Laid, step: int) -> None:
+        """Has the batch of a step at hand, with those of the steps after it."""
+        first = step - step % self.room
+        if self.holds is None or self.holds[0] is not laid.mark or self.holds[1] != first:
+            self.lay(laid, first)
+        if self.at != step - first:
+            self.at = step - first
+            self.place.fill_(self.at)
+
+    @torch.no_grad()
+    def lay(self, laid: Laid, first: int) -> None:
+        """Lays the batches of the steps from one on."""
+        index = laid.index[first : first + self.room]
+        count, flat = len(index), index.reshape(-1)
+        parts = zip([*pytree.tree_leaves(self.x), self.y], [*pytree.tree_leaves(laid.pool.x), laid.pool.y], strict=True)
+        for to, source in parts:
+            torch.index_select(source, 0, flat, out=to[:count].view(-1, *source.shape[1:]))
+        if laid.masks is not None:
+            if self.masks is None:
+                self.masks = laid.masks.new_zeros(self.y.shape[:4])
+            self.masks[:count].copy_(laid.masks[first : first + count])
+        if laid.live is not None:
+            if self.live is None:
+                self.live = laid.live.new_zeros(self.room, laid.live.shape[1])
+            self.live[:count].copy_(laid.live[first : first + count])
+        self.holds = (laid.mark, first)
+
+    def batch(self, tick: Tick) -> tuple[dict[str, Any], Tensor | None]:
+        """The batch at the present place, packed, and who moves; what is captured reads it from wherever that place is then."""
+        count = tick.clients
+
+        def chosen(t: Tensor) -> Tensor:
+            return t[0].contiguous() if self.room == 1 else t.index_select(0, self.place)[0]
+
+        packed: dict[str, Any] | None = None
+        for group in reversed(range(len(tick.widths))):
+            width, below = tick.widths[group], packed
+
+            def part(t: Tensor, group: int = group, width: int = width) -> Tensor:
+                return chosen(t[:, group, :count, :width])
+
+            packed = {"x": pytree.tree_map(part, self.x), "y": part(self.y)}
+            if tick.masked and self.masks is not None:
+                packed["mask"] = part(self.masks)
+            if below is not None:
+                packed["pair"] = below
+        assert packed is not None
+        active = None if tick.active is None or self.live is None else chosen(self.live[:, :count])
+        return packed, active
+
+
+class Shelves:
+    """The shelves of a run, by the shape of what lies on them: the last used ones."""
+
+    def __init__(self) -> None:
+        self.known: OrderedDict[Hashable, Shelf] = OrderedDict()
+
+    def of(self, laid: Laid, *, new: bool = True) -> Shelf | None:
+        """The shelf for some steps; None where there is none yet and none is to be made."""
+        x, y = laid.pool.x, laid.pool.y
+        flat, spec = ([x], None) if isinstance(x, Tensor) else pytree.tree_flatten(x)
+        rows = tuple((t.shape[1:], t.dtype) for t in (*flat, y))
+        key = (laid.index.shape[1:], laid.index.device, laid.dtype, spec, rows)
+        shelf = self.known.get(key)
+        if shelf is None:
+            if not new:
+                return None
+            shelf = self.known[key] = Shelf(laid)
+            while len(self.known) > KEPT_SHELVES:
+                self.known.popitem(last=False)
+        self.known.move_to_end(key)
+        return shelf
