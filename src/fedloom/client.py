@@ -88,6 +88,11 @@ class Adder:
         self.leaves = desk.layout.suited(desk.bound, desk.leaves)
         self.sums: Leaves | None = None
 
+    def over(self, rows: str, size: int | str) -> None:
+        """Adds the statistic of some rows, batch by batch."""
+        for batch in self.desk.layout.sweep(self.desk, rows, size, narrow=True):
+            self.add(batch.packed())
+
     def add(self, packed: dict[str, Any]) -> None:
         """Adds the statistic of a batch."""
         part = self.of(self.desk.see, self.leaves, self.desk.private, packed)
@@ -374,8 +379,7 @@ class Desk:
     def _accumulate(self, step: Sweep | Judge, fn: Callable[..., Leaves], rows: str) -> Leaves:
         size = sweep_size(self.work, step, getattr(self.participants[0].site, rows))
         adder = self.layout.adder(self, step, fn)
-        for batch in self.layout.sweep(self, rows, size, narrow=True):
-            adder.add(batch.packed())
+        adder.over(rows, size)
         return adder.total()
 
     @torch.no_grad()

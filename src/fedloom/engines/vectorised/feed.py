@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -91,7 +90,7 @@ class Pools:
         self._kept: OrderedDict[tuple[int, ...], Pool] = OrderedDict()
         self._held = 0
         self._ahead: tuple[Hashable, tuple[Any, ...], Feed] | None = None
-        self._swept: tuple[Hashable, Pool, list[tuple[Tensor, Tensor | None]], list[Batch]] | None = None
+        self._swept: tuple[Hashable, Laid] | None = None
 
     def foresee(self, bound: Bound, work: Work, round: int, wave: Sequence[Participant], grain: int) -> None:
         """Lays out the first phase and the first sweep of a round to come, which was planned, for its first wave."""
@@ -102,7 +101,7 @@ class Pools:
         phase = bound.phases[phases[0].name]
         name, feed = _name(bound, work, round, phase, wave), self.feed(bound, work, round, phase, wave)
         self._ahead = (name, (bound, work, wave), feed)  # these are held, since the name tells them by their addresses
-        shelf = self.shelves.of(feed, new=False)
+        shelf = self.shelves.known_of(feed)
         if shelf is not None and feed.ticks:
             shelf.offer(feed, 0)
         sweep = next((step for step in bound.method.schedule.round if isinstance(step, Sweep)), None)
@@ -110,19 +109,20 @@ class Pools:
             size, dtype = sweep_size(work, sweep, wave[0].site.train), bound.structure.dtype
             pool = self.of([p.site.train for p in wave])
             laid = lay_out(pool, dtype, size, grain, narrow=True)
-            self._swept = ((id(pool), dtype, size, grain), pool, laid, [pool.take(*places) for places in laid[:1]])
+            shelf = self.shelves.known_of(laid)
+            if shelf is not None and laid.ticks:
+                shelf.offer(laid, 0)
+            self._swept = ((id(pool), dtype, size, grain), laid)
 
     def sweep(
         self, parts: Sequence[Rows], dtype: torch.dtype, size: int | str, grain: int, *, narrow: bool = False
-    ) -> Iterator[Batch]:
+    ) -> Laid:
         """All rows of every client in order, laid out unless they were foreseen."""
-        pool, ahead, begun = self.of(parts), self._swept, list[Batch]()
+        pool, ahead = self.of(parts), self._swept
         if narrow and ahead is not None and ahead[0] == (id(pool), dtype, size, grain):
-            self._swept, (_, _, laid, begun) = None, ahead
-        else:
-            laid = lay_out(pool, dtype, size, grain, narrow=narrow)
-        rest = (pool.take(places, mask) for places, mask in laid[len(begun) :])
-        return chain(begun, rest)
+            self._swept = None
+            return ahead[1]
+        return lay_out(pool, dtype, size, grain, narrow=narrow)
 
     def feed(
         self,
@@ -168,7 +168,6 @@ class Pools:
         """Forgets all pools."""
         self._ahead = self._swept = None
         self._kept.clear()
-        self.shelves.known.clear()
         self._held = 0
 
 
@@ -216,12 +215,19 @@ class Laid:
         live: who moves in each step (steps x clients), where in some step somebody does not.
     """
 
-    def __init__(self, pool: Pool, dtype: torch.dtype) -> None:
-        self.pool, self.dtype, self.mark = pool, dtype, object()
+    def __init__(self, pool: Pool, dtype: torch.dtype, kind: str) -> None:
+        self.pool, self.dtype, self.kind, self.mark = pool, dtype, kind, object()
         self.index: Tensor
         self.ticks: list[Tick]
         self.masks: Tensor | None = None
         self.live: Tensor | None = None
+
+    def shape(self) -> Hashable:
+        """The shape and types of a full step: what is laid out alike has the same."""
+        x, y = self.pool.x, self.pool.y
+        flat, spec = ([x], None) if isinstance(x, Tensor) else pytree.tree_flatten(x)
+        rows = tuple([(t.shape[1:], t.dtype) for t in (*flat, y)])
+        return self.kind, self.index.shape[1:], self.index.device, self.dtype, spec, rows
 
     def batch(self, tick: Tick) -> Batch:
         """The batch of a step."""
@@ -258,7 +264,7 @@ class Feed(Laid):
         whole: bool = False,
         unpadded: bool = False,
     ) -> None:
-        super().__init__(pool, dtype)
+        super().__init__(pool, dtype, "steps")
         device = pool.y.device
         self.made = [len(p) for p in plans]
         self.planned = onto(torch.tensor(self.made, dtype=dtype), device)
@@ -353,8 +359,8 @@ def sweep_shapes(
 
 def lay_out(
     pool: Pool, dtype: torch.dtype, size: int | str, grain: int, *, narrow: bool = False
-) -> list[tuple[Tensor, Tensor | None]]:
-    """Per batch of a sweep the places of its rows and its mask, as :func:`sweep_shapes` has them."""
+) -> Laid:
+    """The batches of a sweep, as :func:`sweep_shapes` has them."""
     bounds = [batches.in_order(len(p), size) for p in pool.parts]
     shapes = sweep_shapes(bounds, size, grain, narrow=narrow)
     full = max((width for _, width, _ in shapes), default=0)
@@ -365,9 +371,9 @@ def lay_out(
     inside = rows < ends[..., 1:]
     index = np.where(inside, rows + np.array(pool.offsets)[:, None], pool.zero)
     # The whole sweep goes to the device at once: a copy for every batch takes longer than its rows.
-    places = onto(torch.from_numpy(index), pool.y.device)
-    masks = onto(torch.from_numpy(inside), pool.y.device).to(dtype) if any(padded for _, _, padded in shapes) else None
-    return [
-        (places[step, :clients, :width], masks[step, :clients, :width] if padded and masks is not None else None)
-        for step, (clients, width, padded) in enumerate(shapes)
-    ]
+    laid = Laid(pool, dtype, "sweep")
+    laid.index = onto(torch.from_numpy(index), pool.y.device)[:, None]
+    if any(padded for _, _, padded in shapes):
+        laid.masks = onto(torch.from_numpy(inside), pool.y.device).to(dtype)[:, None]
+    laid.ticks = [Tick(t, clients, (width,), padded, None) for t, (clients, width, padded) in enumerate(shapes)]
+    return laid

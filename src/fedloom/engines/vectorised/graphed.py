@@ -152,7 +152,7 @@ class Arena:
         self.leaves = {n: mine[n] if n in mine else rest[n] if n in rest else start[n] for n in stepper.leaves}
         self.slots = pytree.tree_map(empty, [s.slots for s in stepper.all_states])
         device = self.private["n"].device
-        self.counts = [torch.zeros((), dtype=torch.float64, device=device) for _ in stepper.groups]
+        self.counts: list[Any] = [torch.zeros((), dtype=torch.float64, device=device) for _ in stepper.groups]
         self.rates = [torch.zeros((), dtype=torch.float64, device=device) for _ in stepper.groups]
         self.rated: tuple[float, ...] = ()
         self.total = torch.zeros(clients, dtype=stepper.params[0].dtype, device=device)
@@ -160,7 +160,7 @@ class Arena:
         self.opening: Replay | None = None
         self.graphs: dict[Hashable, tuple[Replay, Shelf]] = {}
         self.touched: set[str] = set()
-        self.groups = [(w, o, rate) for (w, o, _), rate in zip(stepper.groups, self.rates, strict=True)]
+        self.groups: list[Any] = [(w, o, rate) for (w, o, _), rate in zip(stepper.groups, self.rates, strict=True)]
         self.see = watched(desk, self.common, self.touched)
         self.objective = objective(desk, phase, self.see)
 
@@ -212,7 +212,7 @@ class GraphedStepper(MappedStepper):
 
     def narrow(self, clients: int) -> None:
         """Only steps that are not captured narrow their tensors; a graph of its own serves each width."""
-        if self.arena is None:
+        if self.arena is None and not self.late:
             super().narrow(clients)
         else:
             self.clients = clients
@@ -248,7 +248,8 @@ class GraphedStepper(MappedStepper):
         assert self.tick is not None
         if self.late:
             self.take()
-            super().narrow(self.clients)
+            if self.clients != len(self.desk.participants):
+                super().narrow(self.clients)
         super().step(self.feed.batch(self.tick), active)
         if self.groups:
             self.arenas.used[self.name] = self.known()
@@ -262,7 +263,6 @@ class GraphedStepper(MappedStepper):
         """Where the batches of this phase lie."""
         if self.shelf is None:
             self.shelf = self.pools.shelves.of(self.feed)
-        assert self.shelf is not None
         return self.shelf
 
     def _settle(self) -> bool:
@@ -292,7 +292,8 @@ class GraphedStepper(MappedStepper):
             arena.rated = rates
         if self.late and not self.before and all(leaves[n] is private["start"].get(n) for n in arena.own):
             if arena.opening is None:
-                arena.opening = self.arenas.capture(arena.open, cuda=arena.total.is_cuda)
+                what = f"the beginning of phase {self.phase.phase.name!r}"
+                arena.opening = self.arenas.record(arena.open, arena.mutable(), set(), what) or arena.open
             arena.opening()
             return
         slots = [t for s in self.all_states for v in s.slots.values() for t in v]

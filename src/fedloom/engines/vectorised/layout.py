@@ -89,13 +89,18 @@ class Stacked:
 
     def sweep(self, desk: Desk, rows: str, size: int | str = SWEEP_BATCH, *, narrow: bool = False) -> Iterator[Batch]:
         """All rows in order; a client that has run out holds padding only, or is left out."""
+        laid = self.laid(desk, rows, size, narrow=narrow)
+        return (laid.batch(tick) for tick in laid.ticks)
+
+    def laid(self, desk: Desk, rows: str, size: int | str = SWEEP_BATCH, *, narrow: bool = False) -> feed.Laid:
+        """The same, as it is laid out."""
         parts = [rows_of(p, rows) for p in desk.participants]
         return self.pools.sweep(parts, desk.bound.structure.dtype, size, self.grain, narrow=narrow)
 
     def adder(self, desk: Desk, step: Sweep | Judge, fn: Callable[..., Leaves]) -> Adder:
         """Batches of the whole wave."""
         if self.arenas is not None and self.grounds is not None:
-            return CapturedAdder(desk, step, fn, self.arenas, self.grounds)
+            return CapturedAdder(desk, step, fn, self)
         return WaveAdder(desk, step, fn)
 
     def trim(self, desk: Desk, rows: str, kept: Tensor) -> Sequence[Tensor]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -17,7 +17,6 @@ SHELF_BYTES = 1 << 25
 """How many bytes of batches a shelf holds, if it holds more than one."""
 SHELF_STEPS = 16
 """How many steps a shelf holds at most."""
-KEPT_SHELVES = 8
 
 
 class Shelf:
@@ -65,7 +64,8 @@ class Shelf:
         count, flat = len(index), index.reshape(-1)
         parts = zip([*pytree.tree_leaves(self.x), self.y], [*pytree.tree_leaves(laid.pool.x), laid.pool.y], strict=True)
         for to, source in parts:
-            torch.index_select(source, 0, flat, out=to[:count].view(-1, *source.shape[1:]))
+            words = _words(source, 1)
+            torch.index_select(words, 0, flat, out=_words(to[:count], 4).view(-1, *words.shape[1:]))
         if laid.masks is not None:
             if self.masks is None:
                 self.masks = laid.masks.new_zeros(self.y.shape[:4])
@@ -81,7 +81,7 @@ class Shelf:
         count = tick.clients
 
         def chosen(t: Tensor) -> Tensor:
-            return t[0].contiguous() if self.room == 1 else t.index_select(0, self.place)[0]
+            return t[0].contiguous() if self.room == 1 else _words(t, 4).index_select(0, self.place)[0].view(t.dtype)
 
         packed: dict[str, Any] | None = None
         for group in reversed(range(len(tick.widths))):
@@ -100,24 +100,25 @@ class Shelf:
         return packed, active
 
 
+def _words(t: Tensor, axes: int) -> Tensor:
+    """The same bytes as words of eight where what is behind the first axes is made of such: a fraction of the elements to copy."""
+    whole = t.dim() > axes and t.element_size() < 8 and not t.shape[-1] * t.element_size() % 8
+    return t.view(torch.int64) if whole else t
+
+
 class Shelves:
-    """The shelves of a run, by the shape of what lies on them: the last used ones."""
+    """The shelves of a run by the shape of what lies on them, for as long as a captured step takes its batch from there."""
 
     def __init__(self) -> None:
-        self.known: OrderedDict[Hashable, Shelf] = OrderedDict()
+        self.known: WeakValueDictionary[Hashable, Shelf] = WeakValueDictionary()
 
-    def of(self, laid: Laid, *, new: bool = True) -> Shelf | None:
-        """The shelf for some steps; None where there is none yet and none is to be made."""
-        x, y = laid.pool.x, laid.pool.y
-        flat, spec = ([x], None) if isinstance(x, Tensor) else pytree.tree_flatten(x)
-        rows = tuple((t.shape[1:], t.dtype) for t in (*flat, y))
-        key = (laid.index.shape[1:], laid.index.device, laid.dtype, spec, rows)
-        shelf = self.known.get(key)
+    def known_of(self, laid: Laid) -> Shelf | None:
+        """The shelf for some steps, if there is one."""
+        return self.known.get(laid.shape())
+
+    def of(self, laid: Laid) -> Shelf:
+        """The shelf for some steps."""
+        shelf = self.known_of(laid)
         if shelf is None:
-            if not new:
-                return None
-            shelf = self.known[key] = Shelf(laid)
-            while len(self.known) > KEPT_SHELVES:
-                self.known.popitem(last=False)
-        self.known.move_to_end(key)
+            shelf = self.known[laid.shape()] = Shelf(laid)
         return shelf

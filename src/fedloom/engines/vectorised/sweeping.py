@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable
 from functools import reduce
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,10 +20,15 @@ from torch.utils import _pytree as pytree
 from fedloom import tree
 from fedloom.bound import Bound
 from fedloom.client import Adder, Desk, See
+from fedloom.engines.vectorised.feed import Laid, Tick
 from fedloom.engines.vectorised.graphed import Arenas, Replay
+from fedloom.engines.vectorised.shelves import Shelf
 from fedloom.engines.vectorised.traced import common_of, watched
 from fedloom.slots import Judge, Sweep
 from fedloom.types import Leaves
+
+if TYPE_CHECKING:
+    from fedloom.engines.vectorised.layout import Stacked
 
 WORTH_OF_SWEEPS, WORTH_OF_JUDGEMENTS = 2, 3
 """The one of a run, counted by shape, that is captured."""
@@ -90,7 +95,7 @@ class Ground:
             here[id(value)] = static.expand(value.shape)
         self.leaves, self.private, self.common = pytree.tree_map(lambda t: here[id(t)], values)
         self.sums = {k: torch.zeros_like(v, memory_format=torch.contiguous_format) for k, v in sums.items()}
-        self.graphs: OrderedDict[Hashable, tuple[Replay, list[Tensor], Types]] = OrderedDict()
+        self.graphs: OrderedDict[Hashable, tuple[Replay, Shelf, Types]] = OrderedDict()
         self.bound = bound
 
 
@@ -174,11 +179,11 @@ class WaveAdder(Adder):
 class CapturedAdder(WaveAdder):
     """Adds up a statistic for a wave of clients, each batch the replay of a captured graph."""
 
-    def __init__(
-        self, desk: Desk, step: Sweep | Judge, fn: Callable[..., Leaves], arenas: Arenas, grounds: Grounds
-    ) -> None:
+    def __init__(self, desk: Desk, step: Sweep | Judge, fn: Callable[..., Leaves], layout: Stacked) -> None:
         super().__init__(desk, step, fn)
-        self.arenas, self.grounds = arenas, grounds
+        arenas, grounds = layout.arenas, layout.grounds
+        assert arenas is not None and grounds is not None
+        self.layout, self.arenas, self.grounds = layout, arenas, grounds
         self.name: Hashable = (id(desk.bound), step, desk.participants[0].key)
         self.off = self.name in arenas.refused
         self.values = (self.leaves, desk.private, common_of(desk))
@@ -192,27 +197,27 @@ class CapturedAdder(WaveAdder):
             self.key: Hashable = (self.name, post.cohort, post.population, tuple(desk.momenta.items()), facts)
             self.times = grounds.times.setdefault(self.key, Counter())
 
-    def add(self, packed: dict[str, Any]) -> None:
-        """One replay, where the shape of the batch has been captured."""
-        if self.off:
-            super().add(packed)
-            return
-        parts = tree.spread(packed)
-        shape = tuple((path, t.shape, t.dtype) for path, t in parts.items())
-        ground = self.grounds.known.get(self.key)
-        made = None if ground is None else ground.graphs.get(shape)
-        if ground is None or made is None:
-            self._leave()
-            super().add(packed)
-            if self._worth(shape):
-                self._capture(shape, packed)
-            return
-        self._enter(ground)
-        ground.graphs.move_to_end(shape)
-        replay, inputs, types = made
-        tree.overwrite(inputs, parts.values())
-        replay()
-        self.types.add(types)
+    def over(self, rows: str, size: int | str) -> None:
+        """Batch by batch, each one replay where its shape has been captured."""
+        laid = self.layout.laid(self.desk, rows, size, narrow=True)
+        full, shelf = laid.shape(), self.layout.pools.shelves.known_of(laid)
+        for tick in laid.ticks:
+            shape = (full, tick.clients, tick.widths, tick.masked)
+            ground = None if self.off else self.grounds.known.get(self.key)
+            made = None if ground is None else ground.graphs.get(shape)
+            if ground is None or made is None or made[1] is not shelf:
+                self._leave()
+                self.add(laid.batch(tick).packed())
+                if not self.off and self._worth(shape):
+                    shelf = self._capture(shape, laid, tick)
+                continue
+            self._enter(ground)
+            ground.graphs.move_to_end(shape)
+            replay, _, types = made
+            shelf.offer(laid, tick.step)
+            replay()
+            shelf.at += 1
+            self.types.add(types)
 
     def total(self) -> Leaves:
         """The sums, which are the caller's own."""
@@ -262,35 +267,38 @@ class CapturedAdder(WaveAdder):
             self.types.clear()
             self.inside = False
 
-    def _capture(self, shape: Hashable, packed: dict[str, Any]) -> None:
-        """Captures a shape for the batches to come; the present one has been added."""
-        desk = self.desk
+    def _capture(self, shape: Hashable, laid: Laid, tick: Tick) -> Shelf | None:
+        """Captures a shape for the batches to come, and says where they lie; the present one has been added."""
+        desk, shelf = self.desk, self.layout.pools.shelves.of(laid)
         assert self.sums is not None
         if not self.sums:
             self.off = True
-            return
+            return None
+        shelf.offer(laid, tick.step)
         ground = self.grounds.known.get(self.key)
         # Some statistics have another type where nothing is masked: sums are of the widest that has occurred.
         wide = self.sums if ground is None else tree.add(tree.zeros_like(ground.sums), tree.zeros_like(self.sums))
         if ground is None or any(v.dtype != ground.sums[k].dtype for k, v in wide.items()):
             ground = Ground(self.values, wide, desk.bound, self._own)
         self._settle(ground)
-        inputs = pytree.tree_map(lambda t: t.clone(), packed)
         touched: set[str] = set()
         see, sums = watched(desk, ground.common, touched), ground.sums
-        leaves, private, fronts = _front((ground.leaves, ground.private, sums), len(packed["y"]))
+        leaves, private, fronts = _front((ground.leaves, ground.private, sums), tick.clients)
         types: list[torch.dtype] = []
 
         def body() -> None:
-            part = self.of(see, leaves, private, inputs)
+            part = self.of(see, leaves, private, shelf.batch(tick)[0])
             types[:] = [part[k].dtype for k in sums]
             torch._foreach_add_(list(fronts.values()), [part[k] for k in sums])
+            shelf.place.add_(1)
 
         kind = "sweep" if isinstance(self.step, Sweep) else "judgement"
-        replay = self.arenas.record(body, list(sums.values()), touched, f"{kind} {self.step.name!r}")
+        what = f"{kind} {self.step.name!r}"
+        replay = self.arenas.record(body, [*sums.values(), shelf.place], touched, what)
         if replay is None:
             self.arenas.refused.add(self.name)
             self.off = True
-            return
-        ground.graphs[shape] = replay, list(tree.spread(inputs).values()), tuple(types)
+            return None
+        ground.graphs[shape] = replay, shelf, tuple(types)
         self.arenas.dropped |= self.grounds.keep(self.key, ground)
+        return shelf
