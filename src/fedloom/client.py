@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import chain, groupby, islice
+from itertools import groupby
 from typing import Any, Protocol
 
 import torch
@@ -332,41 +332,42 @@ class Desk:
         split, people = self.layout.split, self.participants
         several = len(people) > 1
 
-        def apart(values: Leaves) -> dict[str, Sequence[Tensor]]:
+        def each(values: Mapping[str, Sequence[Tensor]]) -> list[Leaves]:
+            if not values:
+                return [{} for _ in people]
+            return [dict(zip(values, row, strict=True)) for row in zip(*values.values(), strict=True)]
+
+        def views(values: Leaves) -> list[Leaves]:
+            return each({k: split(v) for k, v in values.items()})
+
+        def apart(values: Leaves) -> list[Leaves]:
             # A view would keep the tensors of the whole wave alive for as long as one client's state is kept.
-            views = [split(v) for v in values.values()]
-            if several:
-                own = iter(tree.copies(list(chain.from_iterable(views))))
-                views = [list(islice(own, len(people))) for _ in views]
-            return dict(zip(values, views, strict=True))
+            return each(dict(zip(values, tree.rows(list(values.values())), strict=True))) if several else views(values)
 
         mine = {n: v for n, v in self.leaves.items() if self.bound.specs[n].kept}
         kept = apart(mine)
         memory = {o: apart(m) for o, m in self.private["memory"].items()}
-        message = {e: {k: split(v) for k, v in m.items()} for e, m in self.message.items()}
+        message = {e: views(m) for e, m in self.message.items()}
         steps = {p: self.counted[p] or transfer.read(split(v)) for p, v in self.private["steps"].items()}
         loss = self.losses[0] if len(self.losses) == 1 else torch.stack(self.losses).nanmean(0) if self.losses else None
         unread = None if loss is None else split(loss)
         losses = transfer.read(unread) if read and unread is not None else None
-        judged = {n: ({k: split(v) for k, v in sums.items()}, rows) for n, (sums, rows) in self.judged.items()}
+        judged = {n: list(zip(views(sums), each(rows), strict=True)) for n, (sums, rows) in self.judged.items()}
         brought = tree.floating([*(v for m in self.message.values() for v in m.values()), *mine.values()])
         size = torch.stack(tree.sizes(brought)).amax() if several and brought and not read else None
         return [
             Reply(
                 id=p.site.id,
-                message={e: {k: v[i] for k, v in m.items()} for e, m in message.items()},
+                message={e: m[i] for e, m in message.items()},
                 state=ClientState(
-                    leaves={n: v[i] for n, v in kept.items()},
-                    memory={o: {k: v[i] for k, v in m.items()} for o, m in memory.items()},
+                    leaves=kept[i],
+                    memory={o: m[i] for o, m in memory.items()},
                     rounds=p.state.rounds + 1,
                     optimizer=self.optimizer,
                 ),
                 steps={name: int(v[i]) for name, v in steps.items()},
                 loss=None if losses is None else losses[i],
-                judged={
-                    n: ({k: v[i] for k, v in sums.items()}, {k: v[i] for k, v in rows.items()})
-                    for n, (sums, rows) in judged.items()
-                },
+                judged={n: found[i] for n, found in judged.items()},
                 unread=None if read or unread is None else unread[i],
                 size=size,
             )

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from itertools import islice
-from typing import Any
+from itertools import chain, islice
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from fedloom import transfer
 from fedloom.types import Leaves
+
+T = TypeVar("T")
 
 
 def sub(a: Leaves, b: Leaves) -> Leaves:
@@ -46,13 +48,31 @@ def copies(values: Sequence[Tensor]) -> list[Tensor]:
         return _of_alike(lambda some: torch._foreach_maximum(some, some), values)
 
 
-def _of_alike(op: Callable[[list[Tensor]], Sequence[Tensor]], values: Sequence[Tensor]) -> list[Tensor]:
+def rows(values: Sequence[Tensor]) -> list[Sequence[Tensor]]:
+    """Copies of the rows of tensors, which share memory with nobody, cut from any graph.
+
+    Example:
+        >>> (first, second), = rows([torch.eye(2)])
+        >>> second, second.untyped_storage().nbytes()
+        (tensor([0., 1.]), 8)
+    """
+
+    def apart(some: list[Tensor]) -> list[Sequence[Tensor]]:
+        views = [value.unbind(0) for value in some]
+        flat = list(chain.from_iterable(views))
+        made = iter(torch._foreach_maximum(flat, flat))
+        return [list(islice(made, len(own))) for own in views]
+
+    with torch.no_grad():
+        return _of_alike(apart, values)
+
+
+def _of_alike(op: Callable[[list[Tensor]], Sequence[T]], values: Sequence[Tensor]) -> list[T]:
     """An operation on a list of tensors, made once for those that are alike."""
-    made = list(values)
+    made: dict[int, T] = {}
     for at in transfer.alike(values):
-        for i, value in zip(at, op([values[i] for i in at]), strict=True):
-            made[i] = value
-    return made
+        made |= zip(at, op([values[i] for i in at]), strict=True)
+    return [made[i] for i in range(len(values))]
 
 
 def overwrite(to: Iterable[Tensor], source: Iterable[Tensor]) -> None:

@@ -357,9 +357,7 @@ def sweep_shapes(
     return found
 
 
-def lay_out(
-    pool: Pool, dtype: torch.dtype, size: int | str, grain: int, *, narrow: bool = False
-) -> Laid:
+def lay_out(pool: Pool, dtype: torch.dtype, size: int | str, grain: int, *, narrow: bool = False) -> Laid:
     """The batches of a sweep, as :func:`sweep_shapes` has them."""
     bounds = [batches.in_order(len(p), size) for p in pool.parts]
     shapes = sweep_shapes(bounds, size, grain, narrow=narrow)

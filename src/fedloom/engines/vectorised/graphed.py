@@ -145,7 +145,9 @@ class Arena:
         rest, self.private, self.common, self.carry = twin
         self.tensors = list(tree.spread(twin).values())
         received, own = self.common["received"], self.private["start"]
-        start = {n: own[n] if n in own else received[n].expand(clients, *received[n].shape) for n in desk.private["start"]}
+        start = {
+            n: own[n] if n in own else received[n].expand(clients, *received[n].shape) for n in desk.private["start"]
+        }
         self.private["start"] = start
         self.own = [n for n in stepper.leaves if n in stepper.own]
         mine = {n: empty(stepper.leaves[n]) for n in self.own}

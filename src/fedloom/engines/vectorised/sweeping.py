@@ -21,7 +21,7 @@ from fedloom import tree
 from fedloom.bound import Bound
 from fedloom.client import Adder, Desk, See
 from fedloom.engines.vectorised.feed import Laid, Tick
-from fedloom.engines.vectorised.graphed import Arenas, Replay
+from fedloom.engines.vectorised.graphed import Replay
 from fedloom.engines.vectorised.shelves import Shelf
 from fedloom.engines.vectorised.traced import common_of, watched
 from fedloom.slots import Judge, Sweep
