@@ -245,7 +245,8 @@ class Desk:
         self.counted[phase.name] = stepper.counted()
         if stepper.total is not None:  # the mean of no steps is NaN, zero by zero
             self.losses.append(stepper.total / count.to(stepper.total.dtype))
-        self.leaves = {k: self.leaves[k] if v is still[k] else v.detach().contiguous() for k, v in leaves.items()}
+        found = {k: v.detach() if v.requires_grad else v for k, v in leaves.items()}
+        self.leaves = {k: self.leaves[k] if leaves[k] is still[k] else v.contiguous() for k, v in found.items()}
         if self.work.keep_optimizer:
             self.optimizer[phase.name] = stepper.kept()
 

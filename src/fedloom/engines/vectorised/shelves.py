@@ -60,12 +60,13 @@ class Shelf:
     @torch.no_grad()
     def lay(self, laid: Laid, first: int) -> None:
         """Lays the batches of the steps from one on."""
+        self.holds = None
         index = laid.index[first : first + self.room]
         count, flat = len(index), index.reshape(-1)
         parts = zip([*pytree.tree_leaves(self.x), self.y], [*pytree.tree_leaves(laid.pool.x), laid.pool.y], strict=True)
         for to, source in parts:
-            words = _words(source, 1)
-            torch.index_select(words, 0, flat, out=_words(to[:count], 4).view(-1, *words.shape[1:]))
+            words, here = (_words(source, 1), _words(to[:count], 4)) if source.is_contiguous() else (source, to[:count])
+            torch.index_select(words, 0, flat, out=here.view(-1, *words.shape[1:]))
         if laid.masks is not None:
             if self.masks is None:
                 self.masks = laid.masks.new_zeros(self.y.shape[:4])

@@ -59,7 +59,7 @@ class MappedStepper(Stepper):
         self.clients = len(people)
         self.tick: Tick | None = None
         self._attached: dict[tuple[tuple[int, ...], bool], Attached | None] = {}
-        self._shapes = Counter((t.clients, t.widths, t.masked) for t in self.feed.ticks)
+        self._shapes: Counter[Hashable] = Counter()
 
     def take(self) -> None:
         """As for one client."""
@@ -225,6 +225,8 @@ class MappedStepper(Stepper):
         """How often a step of the present shape is made in the whole run."""
         assert self.tick is not None
         tick = self.tick
+        if not self._shapes:
+            self._shapes = Counter((t.clients, t.widths, t.masked) for t in self.feed.ticks)
         times = self._shapes[tick.clients, tick.widths, tick.masked]
         return times * self.phase.phase.repeat * (self.desk.work.rounds or 1)
 

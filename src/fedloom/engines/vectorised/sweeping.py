@@ -55,22 +55,28 @@ def distinct(
         ([(0, ()), (0, (0,)), (1, ()), (2, ())], [(3,), (5, 3), (5,)])
     """
     known: dict[Hashable, int] = {}
+    met: dict[tuple[int, bool], tuple[Hashable, tuple[int, tuple[int, ...]]]] = {}
     facts: list[Hashable] = []
     places: list[tuple[int, tuple[int, ...]]] = []
     tensors: list[Tensor] = []
     for path, value in tree.spread(values).items():
-        shape, steps, owned = value.shape, value.stride(), own(path)
-        dims: tuple[int, ...] = ()
-        if 0 in steps and not owned:
-            dims = tuple(d for d, step in enumerate(steps) if not step and shape[d] > 1)
-            for dim in reversed(dims):
-                value = value.select(dim, 0)
-        lies = (value.shape, value.stride()) if dims else (shape, steps)
-        place = known.setdefault((value.data_ptr(), *lies, value.dtype, owned), len(tensors))
-        if place == len(tensors):
-            tensors.append(value)
-        places.append((place, dims))
-        facts.append((path, shape, dims, lies[0], None if owned else lies[1], value.dtype, place))
+        owned = own(path)
+        name = (id(value), owned)
+        if name not in met:  # leaves are often the very tensors from which clients started
+            shape, steps = value.shape, value.stride()
+            dims: tuple[int, ...] = ()
+            if 0 in steps and not owned:
+                dims = tuple([d for d, step in enumerate(steps) if not step and shape[d] > 1])
+                for dim in reversed(dims):
+                    value = value.select(dim, 0)
+            lies = (value.shape, value.stride()) if dims else (shape, steps)
+            place = known.setdefault((value.data_ptr(), *lies, value.dtype, owned), len(tensors))
+            if place == len(tensors):
+                tensors.append(value)
+            met[name] = (shape, dims, lies[0], None if owned else lies[1], value.dtype, place), (place, dims)
+        fact, found = met[name]
+        places.append(found)
+        facts.append((path, fact))
     return tuple(facts), places, tensors
 
 
