@@ -10,13 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes as disable_current_modes
 
 import fedloom as fl
 from fedloom import server
 from fedloom.aggregators import block_sampling
+from fedloom.client import Desk
 from fedloom.engines.vectorised import VectorisedEngine
-from fedloom.engines.vectorised.graphed import GraphedStepper
+from fedloom.engines.vectorised.graphed import Arenas, GraphedStepper
+from fedloom.engines.vectorised.layout import Stacked
 from tests.helpers import bn_mlp, federation, fit, questions_of_rounds
 
 DATA = federation((64, 64, 64, 64, 64, 64))
@@ -66,7 +68,8 @@ def between(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Counter[str]]]:
 
 
 @pytest.mark.parametrize(
-    ("method", "most"), [("fedavg", 25), ("fedavg + lag(k=1)", 34), ("fedavg + isr + lag(k=1)", 38)]
+    ("method", "most"),
+    [("fedavg", 14), ("scaffold", 19), ("fedmap", 14), ("fedavg + lag(k=1)", 21), ("fedavg + isr + lag(k=1)", 23)],
 )
 def test_few_operations_stand_between_the_answer_and_the_next_step(
     method: str, most: int, between: list[Counter[str]]
@@ -118,3 +121,57 @@ def test_a_further_client_costs_a_round_few_operations(method: str) -> None:
         return found[4] - found[3]
 
     assert of_a_round(6) - of_a_round(3) <= 3 * 2
+
+
+@pytest.mark.parametrize(
+    ("method", "most"), [("fedavg", 30), ("scaffold", 65), ("fedmap", 75), ("fedavg + lag(k=1)", 50), ("fedaims", 90)]
+)
+def test_a_cohort_takes_few_operations_besides_replays(method: str, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many steps there are: batches lie where captured steps find them, and uploads are made of a whole wave."""
+    calls, found = list[Calls](), list[int]()
+    record, run_cohort = Arenas.record, VectorisedEngine.run_cohort
+
+    def recorded(self: Arenas, *args: Any) -> Any:
+        replay = record(self, *args)
+
+        def quiet() -> None:
+            assert replay is not None
+            with disable_current_modes():
+                replay()
+
+        return None if replay is None else quiet
+
+    def counted(self: VectorisedEngine, *args: Any) -> Any:
+        calls.append(Calls())
+        with calls[-1]:
+            return run_cohort(self, *args)
+
+    monkeypatch.setattr(Arenas, "record", recorded)
+    monkeypatch.setattr(VectorisedEngine, "run_cohort", counted)
+    model = fl.models.mlp(6, 3, hidden=(8, 8, 8)) if method == "fedaims" else bn_mlp()
+    for size in (16, 4):
+        calls.clear()
+        fit(method, model, DATA, engine=VectorisedEngine(step="graphed"), **{**OPTIONS, "batch_size": size})
+        found.append(max(c.made.total() for c in calls[3:6]))
+    # Forty steps and sixteen of them: a shelf holds sixteen.
+    assert found[0] <= most
+    assert found[1] <= most + 3
+
+
+@pytest.mark.parametrize("method", ["fedavg", "scaffold", "fedmap", "fedaims", "fedavg + clip"])
+def test_only_uploads_that_need_it_are_mapped(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    mapped, call, send = list[str](), Stacked.call, Desk.send
+
+    def counted(self: Stacked, fn: Any, *args: Any) -> Any:
+        mapped.append("mapped")
+        return call(self, fn, *args)
+
+    def sent(self: Desk, when: str) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Stacked, "call", counted)
+            send(self, when)
+
+    monkeypatch.setattr(Desk, "send", sent)
+    model = fl.models.mlp(6, 3, hidden=(8, 8, 8)) if method == "fedaims" else bn_mlp()
+    fit(method, model, DATA, engine=VectorisedEngine(step="graphed"), **OPTIONS)
+    assert len(mapped) == (OPTIONS["rounds"] if "clip" in method else 0)

@@ -1,9 +1,9 @@
 """Captured steps: on CUDA a whole step (gradient, optimiser, masks, projections) becomes one graph that is replayed.
 
 A graph reads and writes fixed addresses. An :class:`Arena` holds the tensors of one phase and one wave at such addresses: what
-clients have is copied in when a phase begins and out when it ends. A wave that narrows uses the front of the same tensors,
-with a graph for each width that occurs. Learning rates, step counts, masks and the number of the step are tensors, so
-that a graph serves every round. On a CPU there is nothing to capture and the same code runs step by step, which is how it
+clients have is copied in when a phase begins and out when it ends, and batches lie on a :class:`Shelf`, several steps of them. A
+wave that narrows uses the front of the same tensors, with a graph for each width that occurs. Learning rates, step counts and
+the number of the step are tensors, so that a graph serves every round and a step is nothing but a replay. On a CPU there is nothing to capture and the same code runs step by step, which is how it
 is tested.
 """
 
@@ -149,9 +149,10 @@ class Arena:
             n: own[n] if n in own else received[n].expand(clients, *received[n].shape) for n in desk.private["start"]
         }
         self.private["start"] = start
-        self.own = [n for n in stepper.leaves if n in stepper.own]
-        mine = {n: empty(stepper.leaves[n]) for n in self.own}
-        self.leaves = {n: mine[n] if n in mine else rest[n] if n in rest else start[n] for n in stepper.leaves}
+        leaves = stepper.all[0]
+        self.own = [n for n in leaves if n in stepper.own]
+        mine = {n: empty(leaves[n]) for n in self.own}
+        self.leaves = {n: mine[n] if n in mine else rest[n] if n in rest else start[n] for n in leaves}
         self.slots = pytree.tree_map(empty, [s.slots for s in stepper.all_states])
         device = self.private["n"].device
         self.counts: list[Any] = [torch.zeros((), dtype=torch.float64, device=device) for _ in stepper.groups]
@@ -190,7 +191,7 @@ class GraphedStepper(MappedStepper):
 
     def __init__(self, desk: Desk, phase: BoundPhase, leaves: Leaves, pools: Pools, arenas: Arenas) -> None:
         super().__init__(desk, phase, leaves, pools, None)
-        self.arenas, self.pools, self.failed = arenas, pools, False
+        self.arenas, self.pools, self.failed, self.begun = arenas, pools, False, False
         self.arena: Arena | None = None
         self.shelf: Shelf | None = None
         self.static: Tensor | None = None
@@ -229,6 +230,8 @@ class GraphedStepper(MappedStepper):
             self._mapped(active)
             return
         assert self.arena is not None and self.tick is not None
+        if not self.begun:
+            self._begin(self.arena)
         tick, shelf = self.tick, self._shelf()
         shelf.offer(self.feed, tick.step)
         shape = (id(shelf), tick.clients, tick.widths, tick.masked, active is None)
@@ -250,8 +253,9 @@ class GraphedStepper(MappedStepper):
         assert self.tick is not None
         if self.late:
             self.take()
-            if self.clients != len(self.desk.participants):
-                super().narrow(self.clients)
+            self.clients = len(self.desk.participants)
+            if self.tick.clients != self.clients:
+                super().narrow(self.tick.clients)
         super().step(self.feed.batch(self.tick), active)
         if self.groups:
             self.arenas.used[self.name] = self.known()
@@ -282,11 +286,11 @@ class GraphedStepper(MappedStepper):
         self.arenas.keep(key, arena)
         tree.overwrite(arena.tensors, values.values())
         self.arena, self.key = arena, key
-        self._begin(arena)
         return True
 
     def _begin(self, arena: Arena) -> None:
-        """What steps change, and their rates."""
+        """Has what steps change, and their rates, as a phase begins or goes on."""
+        self.begun = True
         leaves, _, private = self.all
         device, rates = arena.total.device, tuple([float(lr) for _, _, lr in self.groups])
         if arena.rated != rates:
@@ -294,7 +298,7 @@ class GraphedStepper(MappedStepper):
             arena.rated = rates
         if self.late and not self.before and all(leaves[n] is private["start"].get(n) for n in arena.own):
             if arena.opening is None:
-                what = f"the beginning of phase {self.phase.phase.name!r}"
+                what = f"phase {self.phase.phase.name!r} (its beginning)"
                 arena.opening = self.arenas.record(arena.open, arena.mutable(), set(), what) or arena.open
             arena.opening()
             return

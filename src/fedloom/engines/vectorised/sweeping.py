@@ -1,7 +1,7 @@
 """Captured sweeps: on CUDA the statistic of one batch of a sweep becomes a graph that is replayed batch after batch.
 
 What a sweep reads besides its batches (leaves, what clients have, what everybody received) lies at fixed addresses, into
-which it is copied once a sweep; a graph adds what it computes to sums at fixed addresses. A shape is captured when the
+which it is copied once a sweep; its batches lie on a shelf, as those of steps do. A graph adds what it computes to sums at fixed addresses. A shape is captured when the
 second sweep of a round's program comes upon it, or the third judgement: the one evaluation at the end of a run is not
 worth a graph. On a CPU the same code runs uncaptured.
 """
