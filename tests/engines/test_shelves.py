@@ -1,0 +1,114 @@
+"""Batches of captured steps at fixed addresses are those that would be handed over one by one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils import _pytree as pytree
+
+import fedloom as fl
+from fedloom.data import Rows
+from fedloom.engines.vectorised import VectorisedEngine, shelves
+from fedloom.engines.vectorised.feed import Feed, Laid, Pool, lay_out
+from fedloom.engines.vectorised.shelves import Shelf, Shelves
+from tests.helpers import bn_mlp, dropout_mlp, everything, federation, fit, gap
+
+
+def pool(sizes: tuple[int, ...], kind: str) -> Pool:
+    draw = torch.Generator().manual_seed(0)
+
+    def x(n: int) -> Any:
+        numbers = torch.randn(n, 3, generator=draw)
+        pictures = torch.randint(0, 255, (n, 3, 4, 8), generator=draw, dtype=torch.uint8)
+        return {"numbers": numbers, "pictures": pictures, "both": {"a": numbers, "b": pictures}}[kind]
+
+    return Pool.of([Rows(x(n), torch.randint(0, 5, (n,), generator=draw)) for n in sizes])
+
+
+def feed(kind: str, groups: int = 1, seed: int = 0) -> Feed:
+    """Clients with 5, 3, 3 and no steps of up to 4 rows."""
+    draw, sizes = np.random.default_rng(seed), (20, 11, 10, 1)
+    plans = []
+    for n in sizes:
+        order = draw.permutation(n)
+        cuts = [order[i : i + 4] for i in range(0, n if n > 1 else 0, 4)]
+        plans.append([tuple(cut for _ in range(groups)) for cut in cuts])
+    return Feed(pool(sizes, kind), plans, groups, torch.float32)
+
+
+def same(shelf: Shelf, laid: Laid, steps: list[int]) -> None:
+    for step in steps:
+        tick = laid.ticks[step]
+        shelf.offer(laid, step)
+        packed, active = shelf.batch(tick)
+        mine, other = (pytree.tree_flatten(p) for p in (packed, laid.batch(tick).packed()))
+        assert mine[1] == other[1]
+        assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(mine[0], other[0], strict=True))
+        assert all(a.is_contiguous() for a in mine[0])
+        assert (active is None) == (tick.active is None)
+        assert active is None or tick.active is None or torch.equal(active, tick.active)
+
+
+@pytest.mark.parametrize("room", [1, 2, 16])
+@pytest.mark.parametrize("kind", ["numbers", "pictures", "both"])
+def test_batches(kind: str, room: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shelves, "SHELF_STEPS", room)
+    laid = feed(kind, groups=2)
+    assert {t.masked for t in laid.ticks} == {True, False}
+    shelf = Shelf(laid)
+    assert shelf.room == room
+    same(shelf, laid, [0, 1, 2, 3, 4])
+    same(shelf, laid, [3, 1])
+
+
+def test_a_shelf_is_filled_once_for_several_steps_and_anew_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    laid, others = feed("pictures"), feed("pictures", seed=1)
+    filled, lay = list[int](), Shelf.lay
+
+    def counted(self: Shelf, laid: Laid, first: int) -> None:
+        filled.append(first)
+        lay(self, laid, first)
+
+    monkeypatch.setattr(Shelf, "lay", counted)
+    monkeypatch.setattr(shelves, "SHELF_STEPS", 3)
+    shelf = Shelf(laid)
+    same(shelf, laid, [0, 1, 2, 3, 4])
+    assert filled == [0, 3]
+    same(shelf, others, [3])
+    same(shelf, laid, [3])
+    assert filled == [0, 3, 3, 3]
+
+
+def test_large_batches_lie_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    laid = feed("pictures")
+    step = laid.index[:1].numel() * (3 * 4 * 8 + 8)
+    monkeypatch.setattr(shelves, "SHELF_BYTES", 2 * step + 1)
+    assert Shelf(laid).room == 2
+    monkeypatch.setattr(shelves, "SHELF_BYTES", step - 1)
+    assert Shelf(laid).room == 1
+
+
+def test_sweeps_lie_on_shelves_of_their_own() -> None:
+    laid, steps = lay_out(pool((9, 5, 2), "both"), torch.float32, 4, 1, narrow=True), feed("both")
+    known = Shelves()
+    shelf = known.of(laid)
+    assert shelf is known.of(laid)
+    assert shelf is not known.of(steps)
+    same(shelf, laid, list(range(len(laid.ticks))))
+    del shelf
+    assert known.known_of(laid) is None, "nobody takes batches from there"
+
+
+@pytest.mark.parametrize("method", ["fedavg", "fedmap", "ditto"])
+def test_how_many_steps_lie_there_changes_no_bit(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    data, found = federation((1, 7, 64, 65, 200)), []
+    for steps in (16, 2, 1):
+        monkeypatch.setattr(shelves, "SHELF_STEPS", steps)
+        for make in (bn_mlp(), dropout_mlp()):
+            options = {"cohort": 4, "epochs": 2, "batch_size": 16, "optimizer": fl.sgd(0.05)}
+            found.append(everything(fit(method, make, data, engine=VectorisedEngine(step="graphed"), **options)))
+    for other in (found[2:4], found[4:]):
+        assert [gap(a, b) for a, b in zip(found[:2], other, strict=True)] == [0, 0]
