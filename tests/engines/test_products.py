@@ -116,6 +116,14 @@ def test_half_squares_of_single_precision_in_double() -> None:
 
 
 @cuda
+def test_half_squares_of_all_clients_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "SHORT", 100)
+    x, anchor = leaves(3, 0), leaves(None, 1)
+    of_each = torch.vmap(lambda *own: products.half_squares(own, anchor, torch.float64))(*x)
+    assert torch.equal(products.half_squares_of_all(x, anchor, torch.float64), of_each)
+
+
+@cuda
 def test_an_anchor_that_moves_is_left_to_torch() -> None:
     x, anchor = random(3, 4), random(3, 5)[:, :4]
 

@@ -51,7 +51,8 @@ class Pool:
         """Lays rows out."""
         sizes = [len(p) for p in parts]
         offsets = tuple(int(o) for o in np.concatenate([[0], np.cumsum(sizes)[:-1]]))
-        x = pytree.tree_map(lambda *t: _joined(t), *[p.x for p in parts])
+        plain = [p.x for p in parts if isinstance(p.x, Tensor)]
+        x = _joined(plain) if plain else pytree.tree_map(lambda *t: _joined(t), *[p.x for p in parts])
         return Pool(x, _joined([p.y for p in parts]), offsets, sum(sizes), tuple(parts))
 
     def take(self, index: Tensor, mask: Tensor | None, pair: Batch | None = None) -> Batch:
@@ -70,7 +71,8 @@ class Pool:
 
 
 def _nbytes(rows: Rows | Pool) -> int:
-    return sum(t.nbytes for t in [*pytree.tree_leaves(rows.x), rows.y])
+    own = [rows.x] if isinstance(rows.x, Tensor) else pytree.tree_leaves(rows.x)
+    return sum([t.nbytes for t in (*own, rows.y)])
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:

@@ -208,9 +208,10 @@ class GraphedStepper(MappedStepper):
     def settled(self) -> tuple[Any, ...]:
         """What is copied in when a phase begins: leaves that are nobody's start, what clients have, what everybody received, carried values."""
         leaves, _, private = self.all
-        start, received = private["start"], self.desk.post.leaves
+        start, received, specs = private["start"], self.desk.post.leaves, self.desk.bound.specs
         rest = {n: v for n, v in leaves.items() if n not in self.own and v is not start.get(n)}
-        mine = {n: v for n, v in start.items() if not _common(v, received.get(n))}
+        # What clients keep is their own though all of them are new: a round of such clients needs no arena of its own.
+        mine = {n: v for n, v in start.items() if specs[n].kept or not _common(v, received.get(n))}
         return rest, {**private, "start": mine}, common_of(self.desk), self.carry
 
     def narrow(self, clients: int) -> None:
