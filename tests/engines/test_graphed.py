@@ -62,7 +62,7 @@ def test_what_clients_keep_does_not_lie_in_the_arena() -> None:
 @pytest.mark.parametrize("method", ["fedavg", "fedmap", "fedper", "fedavg + lag(k=1)"])
 def test_rounds_of_new_clients_and_of_others_use_the_same_arena(method: str) -> None:
     engine = VectorisedEngine(step="graphed")
-    data = federation((64,) * 6)
+    data = federation((128,) * 6)
     fit(method, bn_mlp(), data, engine=engine, rounds=6, cohort=3, epochs=1, batch_size=64, evaluate={"every": 0})
     assert len(engine.arenas.known) == 1
 
