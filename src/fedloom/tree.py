@@ -75,6 +75,20 @@ def _of_alike(op: Callable[[list[Tensor]], Sequence[T]], values: Sequence[Tensor
     return [made[i] for i in range(len(values))]
 
 
+def by_list(
+    whole: Callable[..., Sequence[Tensor]], one: Callable[..., Tensor], *lists: list[Tensor]
+) -> Sequence[Tensor]:
+    """An operation on lists of tensors: ``whole`` does it at once, or ``one`` tensor by tensor under ``vmap``, which knows no lists.
+
+    Example:
+        >>> by_list(torch._foreach_sub, torch.sub, [torch.ones(2)], [torch.tensor(3.0)])
+        [tensor([-2., -2.])]
+    """
+    if any(torch._C._functorch.is_functorch_wrapped_tensor(t) for some in lists for t in some):
+        return [one(*each) for each in zip(*lists, strict=True)]
+    return list(whole(*lists)) if lists[0] else []
+
+
 def overwrite(to: Iterable[Tensor], source: Iterable[Tensor]) -> None:
     """Copies tensor by tensor into ``to``, in one operation those that are of one type and lie alike.
 

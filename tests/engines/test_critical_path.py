@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from fedloom.client import Desk
 from fedloom.engines.vectorised import VectorisedEngine
 from fedloom.engines.vectorised.graphed import Arenas, GraphedStepper
 from fedloom.engines.vectorised.layout import Stacked
-from tests.helpers import bn_mlp, federation, fit, questions_of_rounds
+from tests.helpers import bn_mlp, everything, federation, fit, gap, questions_of_rounds
 
 DATA = federation((64, 64, 64, 64, 64, 64))
 OPTIONS = {"device": "cpu", "cohort": 4, "epochs": 1, "batch_size": 64, "evaluate": {"every": 0}, "rounds": 6}
@@ -176,3 +177,15 @@ def test_only_uploads_that_need_it_are_mapped(method: str, monkeypatch: pytest.M
     model = fl.models.mlp(6, 3, hidden=(8, 8, 8)) if method == "fedaims" else bn_mlp()
     fit(method, model, DATA, engine=VectorisedEngine(step="graphed"), **OPTIONS)
     assert len(mapped) == (OPTIONS["rounds"] if "clip" in method else 0)
+
+
+@pytest.mark.parametrize(
+    ("method", "most"), [("scaffold", 0), ("fedavg + control_variates + lag(k=1)", 0), ("fedmap", 1e-12)]
+)
+def test_an_upload_of_a_whole_wave_is_that_of_its_clients(method: str, most: float) -> None:
+    """Mapped over the clients or not; sums over leaves are made in another order."""
+    made = fl.method(method)
+    mapped = replace(made, upload=tuple(replace(stage, stacked=False) for stage in made.upload))
+    engines = [VectorisedEngine(step="graphed") for _ in range(2)]
+    a, b = (fit(m, bn_mlp(), DATA, engine=e, **OPTIONS) for m, e in zip((made, mapped), engines, strict=True))
+    assert gap(everything(a), everything(b)) <= most

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -34,16 +35,16 @@ def control_variates(eta_g: float = 1.0) -> Callable[[Method], Method]:
         return tree.zeros_like(facts.travelling())
 
     def renew(message: Message, memory: Leaves, seen: Seen) -> tuple[Message, Leaves]:
-        if not memory:
-            return {**message, "control": {}}, memory
+        c, sub = seen.broadcast[OWNER], partial(tree.by_list, torch._foreach_sub, torch.sub)
         alike = {seen.specs[name].phases: name for name in memory}
         made = {phases: seen.steps_of(name).clamp(min=1) * seen.lr_of(name) for phases, name in alike.items()}
-        gaps = torch._foreach_sub([seen.received[name] for name in memory], [seen.final[name] for name in memory])
+        gaps = sub([seen.received[name] for name in memory], [seen.final[name] for name in memory])
         steps = [made[seen.specs[name].phases] for name in memory]
         columns = [s.reshape(*s.shape, *[1] * (gap.dim() - s.dim())) for s, gap in zip(steps, gaps, strict=True)]
-        drifts = torch._foreach_sub(torch._foreach_div(gaps, columns), [seen.broadcast[OWNER][name] for name in memory])
-        change = {name: seen.gated(name, drift) for name, drift in zip(memory, drifts, strict=True)}
-        new = torch._foreach_add(list(memory.values()), list(change.values()))
+        drifts = tree.by_list(torch._foreach_div, torch.div, list(gaps), columns)
+        moved = sub(list(drifts), [c[name] for name in memory])
+        change = {name: seen.gated(name, value) for name, value in zip(memory, moved, strict=True)}
+        new = tree.by_list(torch._foreach_add, torch.add, list(memory.values()), list(change.values()))
         kept = {name: seen.gated(name, value) for name, value in zip(memory, new, strict=True)}
         return {**message, "control": change}, kept
 

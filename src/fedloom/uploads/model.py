@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from fedloom import tree
 from fedloom.reducers import maximum, mean
 from fedloom.slots import Stage
 from fedloom.types import Leaves, Message, Seen
@@ -35,7 +36,8 @@ def send_model(weight: str = "n", *, buffers: str = "n", log: bool = False) -> S
             if spec.name in seen.gate:
                 base = torch.where(seen.gate[spec.name].bool(), base, seen.start[spec.name])
             bases[spec.name] = base
-        moved = torch._foreach_sub([seen.final[name] for name in bases], list(bases.values())) if bases else ()
+        finals = [seen.final[name] for name in bases]
+        moved = tree.by_list(torch._foreach_sub, torch.sub, finals, list(bases.values()))
         delta: Leaves = {}
         floats: Leaves = {}
         for name, value in zip(bases, moved, strict=True):
