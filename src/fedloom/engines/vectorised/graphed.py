@@ -53,6 +53,11 @@ class Arenas:
         self.last: tuple[Hashable, tuple[Tensor, ...]] | None = None
         self.pool: Any = None
         self.side: Any = None
+        self._names: dict[Hashable, int] = {}
+
+    def name(self, what: Hashable, facts: Hashable) -> Hashable:
+        """A short name for what is told from others by many facts: a tuple of hundreds is looked at once, not at every use."""
+        return what, self._names.setdefault((what, facts), len(self._names))
 
     def told(self, numbers: tuple[float, ...], device: torch.device) -> tuple[Tensor, ...]:
         """Numbers on a device, where those of the last phase often are already."""
@@ -279,7 +284,8 @@ class GraphedStepper(MappedStepper):
         shapes = tuple([(t.shape, t.dtype) for t in values.values()])
         optimizers = tuple([(tuple(where), optimizer) for where, optimizer, _ in self.groups])
         clients = len(self.desk.participants)
-        key = (self.name, post.cohort, post.population, clients, tuple(values), shapes, optimizers)
+        facts = (post.cohort, post.population, clients, tuple(values), shapes, optimizers)
+        key = self.arenas.name(self.name, facts)
         if key in self.arenas.refused:
             self.failed = True
             return False

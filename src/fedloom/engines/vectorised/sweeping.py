@@ -200,7 +200,8 @@ class CapturedAdder(WaveAdder):
         if not self.off:
             facts, _, self.tensors = distinct(self.values, self._own)
             post = desk.post
-            self.key: Hashable = (self.name, post.cohort, post.population, tuple(desk.momenta.items()), facts)
+            facts = (post.cohort, post.population, tuple(desk.momenta.items()), facts)
+            self.key = arenas.name(self.name, facts)
             self.times = grounds.times.setdefault(self.key, Counter())
 
     def over(self, rows: str, size: int | str) -> None:
