@@ -151,14 +151,18 @@ class Desk:
     def _private(self, own: Particulars) -> dict[str, Any]:
         people, gather = self.participants, self.layout.gather
 
-        def memories(of: Callable[[Participant], Memory], owners: Memory) -> Memory:
-            return {o: {k: gather([of(p)[o][k] for p in people]) for k in owners[o]} for o in owners}
+        def memories(own: Sequence[Memory], like: Memory) -> Memory:
+            found: Memory = {}
+            for owner, names in like.items():
+                each = [memory[owner] for memory in own]
+                found[owner] = {k: gather([values[k] for values in each]) for k in names}
+            return found
 
         fresh = self.bound.memory
         return {
             "start": {},
-            "addressed": memories(lambda p: p.addressed, people[0].addressed),
-            "memory": memories(lambda p: {**fresh, **p.state.memory}, fresh),
+            "addressed": memories([p.addressed for p in people], people[0].addressed),
+            "memory": memories([{**fresh, **p.state.memory} for p in people], fresh),
             "swept": {},
             "steps": {},
             **own.values,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from fedloom.bound import Bound
 from fedloom.types import EACH
@@ -35,8 +34,10 @@ def wave_size(bound: Bound, work: Work, rows: int, device: str) -> int:
 
 def side_by_side(bound: Bound, people: Sequence[Participant]) -> list[Participant]:
     """The participants; with one key for all where client code finds their own keys in a tensor."""
-    told = bound.told is not None
-    return [replace(p, key=EACH) if told and p.key is not None else p for p in people]
+    if bound.told is None:
+        return list(people)
+    keys = [None if p.key is None else EACH for p in people]
+    return [Participant(p.site, p.state, p.addressed, key, p.share) for p, key in zip(people, keys, strict=True)]
 
 
 def cut(people: Sequence[Participant], most: int) -> list[list[Participant]]:
