@@ -8,7 +8,7 @@ as a median may then reduce them. Secure aggregation is possible exactly when no
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -18,6 +18,9 @@ from torch import Tensor
 from fedloom import transfer, tree
 from fedloom.errors import RunError
 from fedloom.types import Leaves, Message
+
+WEIGHTS = "the weights of "
+"""Begins the name of weights that are still on the device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,18 +37,38 @@ class Reducer:
 
     def reduce(self, entry: str, messages: Sequence[Message], rows: Sequence[int]) -> Leaves:
         """Reduces one entry over the accepted messages, in federation order."""
-        values = [m[entry] for m in messages]
+        return reduced({entry: (entry, self)}, messages, rows)[0][entry]
+
+    @property
+    def sums(self) -> Hashable:
+        """What entries have in common whose values are added up with the same weights; None where nothing is added up."""
         if self.kind == "mean":
-            return tree.weighted_sum(values, self.weights(messages, rows)) if values[0] else {}
-        if self.kind == "stack":
-            stacked = {k: together([v[k] for v in values]) for k in values[0]}
-            return stacked if self.rule is None else self.rule(stacked)
-        if self.kind == "maximum":
-            return {k: torch.stack([v[k] for v in values]).amax(0) for k in values[0]}
-        sums = tree.weighted_sum(values, [1.0] * len(values))
-        if self.kind == "total":
-            return sums
-        top, bottom = sums["sum"], sums["count"]
+            return self.weight, self.log
+        return "ones" if self.kind in ("ratio", "total") else None
+
+    def shares(self, messages: Sequence[Message], rows: Sequence[int], entry: str) -> list[float] | Tensor:
+        """The weights of an entry's sum; on the device where they came from clients and are there: nobody waits for them.
+
+        Those that do not add up to a positive finite number are an error, or not a number where they are the device's.
+        """
+        if self.kind != "mean":
+            return [1.0] * len(messages)
+        if self.weight in ("n", "uniform"):
+            return self.weights(messages, rows)
+        raw = [m[self.weight]["weight"] for m in messages]
+        if _of_the_host(raw[0]) or any(v.element_size() < 4 for v in messages[0][entry].values()):
+            return self.weights(messages, rows)
+        values = _uploaded(raw)
+        if self.log:
+            values = (values - values.amax()).exp()
+        total = values.sum()
+        return values / torch.where(total > 0, total, math.nan)
+
+    def finished(self, values: Leaves) -> Leaves:
+        """What is made of the sums of an entry."""
+        if self.kind != "ratio":
+            return values
+        top, bottom = values["sum"], values["count"]
         shape = bottom.shape + (1,) * (top.dim() - bottom.dim())
         return {"mean": top / bottom.clamp(min=1).reshape(shape), "count": bottom}
 
@@ -56,7 +79,7 @@ class Reducer:
         elif self.weight == "uniform":
             raw = [1.0] * len(messages)
         else:
-            raw = transfer.read([m[self.weight]["weight"].reshape(()) for m in messages])
+            raw = transfer.read([w.reshape(()) if w.dim() else w for w in (m[self.weight]["weight"] for m in messages)])
             if self.log:
                 top = max(raw)
                 raw = [math.exp(v - top) for v in raw] if math.isfinite(top) else [math.nan]
@@ -64,6 +87,60 @@ class Reducer:
         if not total > 0 or not math.isfinite(total):
             raise RunError(f"the weights of the round add up to {total}; expected a positive finite number")
         return [w / total for w in raw]
+
+
+def reduced(
+    wanted: Mapping[str, tuple[str, Reducer]], messages: Sequence[Message], rows: Sequence[int]
+) -> tuple[Message, Leaves]:
+    """Reduces entries over the accepted messages, in federation order, and the weights that are still on the device.
+
+    What is added up with the same weights is added up together: an operation for each client, not one for each of its entries.
+
+    Args:
+        wanted: the entry and its reducer, by the name of what is made of it.
+        messages: of the clients.
+        rows: their training rows.
+    """
+    made: Message = {}
+    alike: dict[Hashable, list[str]] = {}
+    for name, (entry, reducer) in wanted.items():
+        values = [m[entry] for m in messages]
+        first = next(iter(values[0].values()), None)
+        made[name] = {}  # in order, whatever is made first
+        if first is None:
+            continue
+        if reducer.sums == "ones" and first.is_floating_point():  # few leaves, as a rule
+            made[name] = reducer.finished({k: together([v[k] for v in values]).sum(0) for k in values[0]})
+        elif reducer.sums is not None:
+            alike.setdefault((reducer.sums, first.dtype), []).append(name)
+        elif reducer.kind == "maximum":
+            made[name] = {k: together([v[k] for v in values]).amax(0) for k in values[0]}
+        else:
+            stacked = {k: together([v[k] for v in values]) for k in values[0]}
+            made[name] = stacked if reducer.rule is None else reducer.rule(stacked)
+    unsure: Leaves = {}
+    for names in alike.values():
+        entry, reducer = wanted[names[0]]
+        shares = reducer.shares(messages, rows, entry)
+        if isinstance(shares, Tensor):
+            unsure[f"{WEIGHTS}{entry!r}"] = shares
+        places = [(wanted[name][0], k) for name in names for k in messages[0][wanted[name][0]]]
+        sums = iter(tree.weighted_sums([[m[e][k] for e, k in places] for m in messages], shares))
+        for name in names:
+            entry, reducer = wanted[name]
+            made[name] = reducer.finished({k: next(sums) for k in messages[0][entry]})
+    return made, unsure
+
+
+def _uploaded(values: Sequence[Tensor]) -> Tensor:
+    """Numbers that clients sent, of any shape with one element, as a vector."""
+    alike = len({v.shape for v in values}) == 1
+    return together(values if alike else [v.reshape(()) for v in values]).reshape(-1).double()
+
+
+def _of_the_host(value: Tensor) -> bool:
+    """Whether the host has a value without asking for it."""
+    return value.is_cpu
 
 
 def together(values: Sequence[Tensor]) -> Tensor:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fedloom import transfer, tree
+from fedloom import reducers, transfer, tree
 from fedloom.bound import Bound
 from fedloom.errors import RunError
+from fedloom.reducers import Reducer
 from fedloom.types import Cohort, Leaves, Memory, Message
 from fedloom.work import Post, Reply
 
@@ -47,7 +49,7 @@ class Draft:
 
     Args:
         state: the server, but for what its stages decide.
-        changed: the leaves that have moved and are still to be looked at.
+        changed: the leaves that have moved, and weights of a mean, which are still to be looked at.
         asked: values by which stages decide, by owner.
         cohort: whose replies it was made of.
     """
@@ -144,9 +146,7 @@ def post(bound: Bound, state: ServerState, cohort: Cohort, broadcast: Memory, *,
     if gates and next(iter(gates.values())).device.type == "cpu":  # where the server decides, which then knows them
         off = frozenset(tree.off(gates))
         if device.type != "cpu":
-            kind = next(iter(gates.values())).dtype
-            host = torch.tensor([float(name not in off) for name in gates], dtype=kind)
-            gates = dict(zip(gates, transfer.onto(host, device).unbind(), strict=True))
+            gates = _gates_on(device, next(iter(gates.values())).dtype, tuple(gates), off)
     return Post(
         leaves=rule(leaves, state.memory) if tested and rule is not None else leaves,
         broadcast=broadcast,
@@ -156,6 +156,14 @@ def post(bound: Bound, state: ServerState, cohort: Cohort, broadcast: Memory, *,
         population=cohort.population,
         off=off,
     )
+
+
+@lru_cache(maxsize=8)
+def _gates_on(device: torch.device, kind: torch.dtype, names: tuple[str, ...], off: frozenset[str]) -> Leaves:
+    """Gates on a device, a tensor each; the same ones come again from round to round."""
+    with torch.inference_mode(False):  # they are for everybody who comes later
+        host = torch.tensor([float(name not in off) for name in names], dtype=kind)
+        return dict(zip(names, transfer.onto(host, device).unbind(), strict=True))
 
 
 class Sorting:
@@ -175,16 +183,24 @@ class Sorting:
         trains = bool(bound.method.phases("round"))
         self.skipped = [r.fault is None and trains and not any(r.steps.values()) for r in replies]
         expected: dict[str, tuple[set[str], dict[str, torch.Size]]] = {}
-        self.faults = [
-            None if idle else _fault(bound, r, expected) for r, idle in zip(replies, self.skipped, strict=True)
-        ]
+        self.faults: list[str | None] = []
+        waves = dict[int, str | None]()  # replies made side by side are alike: one of them is looked at
+        for reply, idle in zip(replies, self.skipped, strict=True):
+            beside = None if reply.size is None or reply.fault is not None else id(reply.size)
+            fault = None
+            if not idle:
+                fault = waves[beside] if beside in waves else _fault(bound, reply, expected)
+                waves |= {} if beside is None else {beside: fault}
+            self.faults.append(fault)
         self.pending = [r for r in replies if r.unread is not None]
         self.asked = tree.Finite()
-        sizes = [r.size for r in replies if r.size is not None]
-        if len(sizes) == len(replies):
-            self.asked.ask_sizes(sizes)
-        else:
-            self.asked.ask([_floating(r) if r.size is None else {"size": r.size} for r in replies])
+        # Of replies made side by side one size is known, which is asked for once.
+        sizes = {id(r.size): r.size for r in replies if r.size is not None}
+        self.asked.ask_sizes(list(sizes.values()))
+        alone = [r for r in replies if r.size is None]
+        self.asked.ask([_floating(r) for r in alone])
+        told = {size: i for i, size in enumerate([*sizes, *map(id, alone)])}
+        self.places = [told[id(r if r.size is None else r.size)] for r in replies]
         self.ahead: tuple[int, Draft] | None = None
         self.sound, self.told = True, list[transfer.Array]()
 
@@ -208,13 +224,13 @@ class Sorting:
         """The replies, sorted: from here on the device is waited for."""
         outcome = Outcome()
         unread = [reply.unread for reply in self.pending if reply.unread is not None]
-        losses = [torch.stack(unread)] if unread else []
+        losses = [reducers.together(unread)] if unread else []
         questions = [] if self.ahead is None else self.ahead[1].questions()
         sound, told = self.asked.answer([*losses, *questions])
         for reply, loss in zip(self.pending, told[0].tolist() if unread else (), strict=True):
             reply.loss, reply.unread = loss, None
         self.told = told[len(losses) :]
-        each, rest = sound[: len(self.replies)], sound[len(self.replies) :]
+        each, rest = [sound[place] for place in self.places], sound[len(set(self.places)) :]
         for reply, idle, fault, finite in zip(self.replies, self.skipped, self.faults, each, strict=True):
             if idle:
                 outcome.skipped.append(reply.id)
@@ -286,15 +302,14 @@ def aggregate(
 def _aggregated(bound: Bound, state: ServerState, accepted: Sequence[Reply], cohort: Cohort, when: str) -> Draft:
     """The server after a round, for which nobody waits."""
     messages = [r.message for r in accepted]
-    reducers = bound.method.reducers(when)
-    reduced: Message = {}
-    for entry, reducer in reducers.items():
-        if messages and entry in messages[0]:
-            reduced[entry] = reducer.reduce(entry, messages, cohort.rows)
-    for stage in bound.method.upload:
-        if stage.when == when and messages:
-            for name, (entry, reducer) in stage.also.items():
-                reduced[name] = reducer.reduce(entry, messages, cohort.rows)
+    wanted: dict[str, tuple[str, Reducer]] = {}
+    if messages:
+        sent = messages[0]
+        wanted = {e: (e, reducer) for e, reducer in bound.method.reducers(when).items() if e in sent}
+        for stage in bound.method.upload:
+            if stage.when == when:
+                wanted |= stage.also
+    reduced, unsure = reducers.reduced(wanted, messages, cohort.rows)
     memory, asked = dict(state.memory), dict[str, Leaves]()
     off = personal_now(bound, state)
     delta = reduced.get("delta", {})
@@ -313,7 +328,8 @@ def _aggregated(bound: Bound, state: ServerState, accepted: Sequence[Reply], coh
         reduced["delta"] = {**reduced["delta"], **aside, **reduced.get("personal", {})}
         memory = _forget(memory, bound.server_memory, off)
     leaves, changed = _moved(state.leaves, reduced)
-    return Draft(ServerState(leaves, memory, state.round + (when != "setup")), changed, asked, cohort)
+    state = ServerState(leaves, memory, state.round + (when != "setup"))
+    return Draft(state, {**unsure, **changed}, asked, cohort)
 
 
 def personal_now(bound: Bound, state: ServerState) -> tuple[str, ...]:
@@ -358,4 +374,7 @@ def _moved(leaves: Leaves, reduced: Message) -> tuple[Leaves, Leaves]:
 
 
 def _broken(changed: Leaves) -> RunError:
-    return RunError(f"the server's leaf {_first_bad(changed)!r} is no longer finite after the server stages")
+    bad = _first_bad(changed)
+    if bad.startswith(reducers.WEIGHTS):
+        return RunError(f"{bad} do not add up to a positive finite number in this round")
+    return RunError(f"the server's leaf {bad!r} is no longer finite after the server stages")

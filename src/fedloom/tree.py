@@ -121,16 +121,28 @@ def square_norm(a: Leaves) -> Tensor:
     return dot(a, a)
 
 
-def weighted_sum(trees: list[Leaves], weights: list[float]) -> Leaves:
-    """``sum_k weights[k] * trees[k]``, summed in the order given.
+def weighted_sum(trees: Sequence[Leaves], weights: Sequence[float]) -> Leaves:
+    """``sum_k weights[k] * trees[k]``, summed in the order given."""
+    names = list(trees[0])
+    return dict(zip(names, weighted_sums([[t[k] for k in names] for t in trees], weights), strict=True))
+
+
+def weighted_sums(rows: Sequence[list[Tensor]], weights: Sequence[float] | Tensor) -> Sequence[Tensor]:
+    """``sum_k weights[k] * rows[k]`` of lists of tensors, summed in the order given; weights may be a vector on the device.
 
     The order is the federation's, so that the sum is the same whatever engine made the replies.
     """
-    names = list(trees[0])
-    total = torch._foreach_mul([trees[0][k] for k in names], weights[0])
-    for tree, weight in zip(trees[1:], weights[1:], strict=True):
-        torch._foreach_add_(total, [tree[k] for k in names], alpha=weight)
-    return dict(zip(names, total, strict=True))
+    if not isinstance(weights, Tensor):
+        total = torch._foreach_mul(rows[0], weights[0])
+        for row, weight in zip(rows[1:], weights[1:], strict=True):
+            torch._foreach_add_(total, row, alpha=weight)
+        return total
+    kinds = {value.dtype for value in rows[0]}
+    first, *others = weights.to(kinds.pop() if len(kinds) == 1 else weights.dtype).unbind()
+    total = torch._foreach_mul(rows[0], first)
+    for row, share in zip(rows[1:], others, strict=True):
+        torch._foreach_add_(total, torch._foreach_mul(row, share))
+    return total
 
 
 def map_nested(fn: Callable[[Tensor], Tensor], tree: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Leaves]:
