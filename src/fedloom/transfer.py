@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from functools import cache
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -54,30 +56,48 @@ class Question:
         """Asks for the values of some more tensors of one element; nobody waits."""
         begin = len(self._places)
         for at in alike(values):
-            self._vectors.append(torch.stack([values[i] for i in at]))
+            self._vectors.append(values[at[0]].reshape(1) if len(at) == 1 else torch.stack([values[i] for i in at]))
             self._places += [begin + i for i in at]
 
     def answer(self, others: Sequence[Tensor] = ()) -> tuple[list[float], list[Array]]:
-        """All values in the order of asking, and other tensors of any shape: in one answer from the device.
+        """All values in the order of asking, and other tensors of any shape and type: in one answer from the device.
 
         Example:
             >>> question = Question()
             >>> question.ask([torch.tensor(1.5)])
             >>> question.answer([torch.eye(2, dtype=torch.int64)])
-            ([1.5], [array([[1., 0.],
-                   [0., 1.]])])
+            ([1.5], [array([[1, 0],
+                   [0, 1]])])
         """
-        vectors = [*self._vectors, *(value.reshape(-1) for value in others)]
-        if not vectors:
-            return [], []
-        plain = len({v.dtype for v in vectors}) < 2 and vectors[0].dtype is not torch.bfloat16  # which numpy lacks
-        # A conversion a vector, not one a value: each is a kernel of its own.
-        vectors = vectors if plain else [v.double() for v in vectors]
-        where = next((v.device for v in vectors if not v.is_cpu), vectors[0].device)  # what is the host's goes along
-        whole = (vectors[0] if len(vectors) == 1 else torch.cat([v.to(where) for v in vectors])).detach().cpu().numpy()
-        found, count = [0.0] * len(self._places), len(self._places)
-        for place, value in zip(self._places, whole[:count].tolist(), strict=True):
+        told = _arrays([*self._vectors, *others])
+        found, asked = [0.0] * len(self._places), len(self._vectors)
+        values = chain.from_iterable(array.tolist() for array in told[:asked])
+        for place, value in zip(self._places, values, strict=True):
             found[place] = value
-        ends = np.cumsum([count, *(value.numel() for value in others)])
-        rest = zip(others, ends[:-1], ends[1:], strict=True)
-        return found, [whole[begin:end].reshape(tuple(value.shape)) for value, begin, end in rest]
+        return found, told[asked:]
+
+
+def _arrays(tensors: Sequence[Tensor]) -> list[Array]:
+    """Tensors as arrays of the host, in one answer from the device: as bytes where types differ, of which none is converted."""
+    if not tensors:
+        return []
+    values = [v.float() if v.dtype is torch.bfloat16 else v for v in tensors]  # which numpy lacks
+    where = next((v.device for v in values if not v.is_cpu), values[0].device)  # what is the host's goes along
+    mixed = len({v.dtype for v in values}) > 1
+    # The widest first, so that each begins at a multiple of its width.
+    order = sorted(range(len(values)), key=lambda i: -values[i].element_size()) if mixed else range(len(values))
+    flat = [v if v.dim() == 1 else v.reshape(-1) for v in (values[i].to(where) for i in order)]
+    flat = [v.contiguous().view(torch.uint8) for v in flat] if mixed else flat
+    whole = (flat[0] if len(flat) == 1 else torch.cat(flat)).detach().cpu().numpy()
+    found, begin = [whole] * len(values), 0
+    for i, part in zip(order, flat, strict=True):
+        piece = whole[begin : begin + len(part)]
+        begin += len(part)
+        found[i] = (piece.view(_kind(values[i].dtype)) if mixed else piece).reshape(values[i].shape)
+    return found
+
+
+@cache
+def _kind(dtype: torch.dtype) -> np.dtype[Any]:
+    """Numpy's name of a type."""
+    return torch.empty(0, dtype=dtype).numpy().dtype

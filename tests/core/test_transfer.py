@@ -40,6 +40,20 @@ def test_what_is_finite(kind: torch.dtype, bad: float | None) -> None:
     assert told == [7.0, 2.0]
 
 
+def test_an_answer_of_several_types_has_each_as_it_is() -> None:
+    """No number is converted on its way; what lies with gaps or turned round is read as it is meant."""
+    scores = torch.arange(6).reshape(2, 3).T
+    others = [torch.tensor([True, False, True]), scores, torch.rand(4, 3)[:, ::2], torch.tensor(1e-300).double()]
+    others += [torch.full((2,), 1.5, dtype=torch.bfloat16), torch.zeros(0, 3), torch.rand(6, dtype=torch.float64)[::2]]
+    question = transfer.Question()
+    question.ask([torch.tensor(0.1), torch.tensor(0.1, dtype=torch.float64), torch.tensor(0.2)])
+    values, told = question.answer(others)
+    assert values == [float(torch.tensor(0.1)), 0.1, float(torch.tensor(0.2))]
+    for value, array in zip(others, told, strict=True):
+        assert torch.equal(torch.from_numpy(array), value.float() if value.dtype is torch.bfloat16 else value)
+        assert array.flags.aligned
+
+
 def test_uploaded_weights_are_read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = list[str]()
     for name in ("item", "tolist", "cpu", "__float__"):
