@@ -10,8 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedloom import rng, transfer, tree
+from fedloom import rng, tree
 from fedloom.aggregators.similarity import (
+    at_once,
     coordinates,
     cosines,
     dealt_groups,
@@ -68,33 +69,33 @@ def sampled(
             chosen = {n: (index.get(n, 0) + cohort.round - 1) % groups + 1 for n in cohort.ids}
         else:
             if clustering:
-                memory = _named(memory, cohort.order)
+                memory = _named(_of_the_host(memory), cohort.order)
                 parts = unlike_groups(_similarity(memory, cohort, LATEST if period == 1 else USED), groups)
             else:
                 draw = rng.stream(cohort.seed, "sample", "blocks", cohort.round)
                 parts = dealt_groups(draw.permutation(len(cohort)).tolist(), groups)
             chosen = {cohort.ids[i]: block for block, part in enumerate(parts, start=1) for i in part}
-        device = next(iter(cohort.leaves.values())).device
-        numbers = transfer.onto(torch.tensor(list(chosen.values())), device).unbind()
-        told = {name: {"block": number} for name, number in zip(chosen, numbers, strict=True)}
+        numbers = _numbers(groups, next(iter(cohort.leaves.values())).device)
+        told = {name: {"block": numbers[block - 1]} for name, block in chosen.items()}
         return Prepared(memory=memory, addressed=told, keys=chosen)
 
     def learn(reduced: Message, memory: Leaves, cohort: Cohort) -> tuple[Message, Leaves]:
         moved = {n: reduced[BODIES][n] for n in _body(cohort.structure) if n in reduced[BODIES]}
         base = cohort.leaves if similarity == "raw" else None
-        vectors = project(moved, cohort.seed, drawn=drawn, base=base).to(memory["facts"].dtype)
-        asked = {"vectors": vectors, "likeness": likeness(vectors), "apart": farthest(moved, reduced["delta"])}
+        whole = at_once(moved)
+        vectors = project(moved, cohort.seed, drawn=drawn, base=base, whole=whole).to(memory["facts"].dtype)
+        asked = {"vectors": vectors, "likeness": likeness(vectors), "apart": farthest(moved, reduced["delta"], whole)}
         return {**{k: v for k, v in reduced.items() if k != BODIES}, "asked": asked}, memory
 
     def keep(memory: Leaves, told: Mapping[str, Array], cohort: Cohort) -> Leaves:
-        like = memory["facts"]
+        kind = memory["facts"].dtype
         # Copied one by one: a view would keep those of the whole cohort for as long as one is kept.
-        each = tree.copies(torch.from_numpy(told["vectors"]).to(like).unbind())
+        each = tree.copies(torch.from_numpy(told["vectors"]).to(kind).unbind())
         made = dict(zip([f"{LATEST}{name}" for name in cohort.ids], each, strict=True))
         if period > 1 and cohort.round % period == 0:
             made |= {USED + k.removeprefix(LATEST): v for k, v in (memory | made).items() if k.startswith(LATEST)}
         facts = [float(told["apart"]), *_spread(told["likeness"])]
-        return made | {"facts": torch.tensor(facts).to(like)}
+        return made | {"facts": torch.tensor(facts, dtype=kind)}
 
     def blank(facts: Facts) -> Leaves:
         like = next(v for v in facts.start.values() if v.is_floating_point())
@@ -132,6 +133,18 @@ def _similarity(memory: Leaves, cohort: Cohort, kept: str) -> np.ndarray:
         return np.zeros((len(cohort), len(cohort)))
     known = torch.tensor([v is not None for v in vectors])
     return cosines(torch.stack([torch.zeros_like(some) if v is None else v for v in vectors]), known)
+
+
+def _of_the_host(memory: Leaves) -> Leaves:
+    """The memory where clients are grouped; a checkpoint brings it back where all else is."""
+    return memory if memory["facts"].is_cpu else {name: value.cpu() for name, value in memory.items()}
+
+
+@lru_cache(maxsize=4)
+def _numbers(blocks: int, device: torch.device) -> tuple[Tensor, ...]:
+    """The numbers of the blocks on a device."""
+    with torch.inference_mode(False):  # they are for everybody who comes later
+        return torch.arange(1, blocks + 1).to(device).unbind()
 
 
 def _named(memory: Leaves, order: Sequence[str]) -> Leaves:

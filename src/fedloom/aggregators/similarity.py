@@ -39,7 +39,7 @@ def side_by_side(stacked: Iterable[Tensor], width: int) -> Iterator[Tensor]:
     some: list[Tensor] = []
     room = width
     for leaf in stacked:
-        rest = leaf.flatten(1) if leaf.dim() > 1 else leaf[:, None]
+        rest = leaf if leaf.dim() == 2 else leaf.flatten(1) if leaf.dim() > 1 else leaf[:, None]
         while rest.shape[1] > room:
             yield torch.cat([*some, rest[:, :room]], 1)
             some, rest, room = [], rest[:, room:], width
@@ -54,6 +54,7 @@ def project(
     width: int = WIDTH,
     drawn: Callable[[int, Sizes, int, torch.device], tuple[Tensor, Tensor]] = coordinates,
     base: Mapping[str, Tensor] | None = None,
+    whole: Tensor | None = None,
 ) -> Tensor:
     """Clients x width: a seeded random projection of stacked leaves (clients x ...) that keeps inner products on average.
 
@@ -66,14 +67,15 @@ def project(
         width: length of the projection.
         drawn: :func:`coordinates`, or the same that remembers them: drawing takes longer than all the rest.
         base: leaves of one model that are added to those of all clients; None for nothing.
+        whole: the leaves as :func:`at_once` has them.
 
     Reference: Charikar et al., Finding Frequent Items in Data Streams, 2002.
     """
-    sizes = tuple((name, value[0].numel()) for name, value in bodies.items())
+    sizes = tuple((name, value.shape[1:].numel()) for name, value in bodies.items())
     clients, some = _pieces(bodies)
-    pieces = side_by_side(bodies.values(), some)
+    pieces = side_by_side(bodies.values(), some) if whole is None else iter((whole,))
     if base is not None:
-        pieces = map(torch.add, pieces, side_by_side((base[name][None] for name in bodies), some))
+        pieces = map(torch.add, pieces, side_by_side((base[name].reshape(1, -1) for name in bodies), some))
     if sum(size for _, size in sizes) <= width:
         return torch.cat(list(pieces), 1).double()
     device = next(iter(bodies.values())).device
@@ -84,13 +86,21 @@ def project(
     return sums
 
 
-def farthest(values: Mapping[str, Tensor], centre: Mapping[str, Tensor]) -> Tensor:
+def farthest(values: Mapping[str, Tensor], centre: Mapping[str, Tensor], whole: Tensor | None = None) -> Tensor:
     """``max_i ||v_i - c||^2`` over the clients i of stacked leaves, in float64 and still on the device."""
     _, some = _pieces(values)
-    centres = side_by_side((centre[name][None] for name in values), some)
-    pieces = zip(side_by_side(values.values(), some), centres, strict=True)
-    gaps = [(piece - middle).square_().sum(1, dtype=torch.float64) for piece, middle in pieces]
+    centres = side_by_side((centre[name].reshape(1, -1) for name in values), some)
+    pieces = side_by_side(values.values(), some) if whole is None else iter((whole,))
+    each = zip(pieces, centres, strict=True)
+    gaps = [(piece - middle).square_().sum(1, dtype=torch.float64) for piece, middle in each]
     return sum(gaps[1:], gaps[0]).max()
+
+
+def at_once(stacked: Mapping[str, Tensor]) -> Tensor | None:
+    """Stacked leaves side by side, for several who want them; None where they are too many and each makes pieces of them."""
+    _, some = _pieces(stacked)
+    numbers = sum(value.shape[1:].numel() for value in stacked.values())
+    return next(side_by_side(stacked.values(), some)) if numbers <= some else None
 
 
 def _pieces(stacked: Mapping[str, Tensor]) -> tuple[int, int]:
@@ -101,7 +111,7 @@ def _pieces(stacked: Mapping[str, Tensor]) -> tuple[int, int]:
 
 def cosines(vectors: Tensor, known: Tensor) -> np.ndarray:
     """``s_ij = cos(v_i, v_j)`` in float64, rounded to 10 digits; 0 where one of the two is not known."""
-    found, there = likeness(vectors).cpu().numpy().round(10), known.cpu().numpy() > 0
+    found, there = likeness(vectors).numpy(force=True).round(10), known.numpy(force=True) > 0
     return np.asarray(found if there.all() else np.where(there[:, None] & there, found, 0.0))
 
 
@@ -127,11 +137,13 @@ def unlike_groups(similarity: np.ndarray, groups: int) -> list[list[int]]:
 
     Reference: FedAIMS, Algorithm 2 and eqs. 10, 11.
     """
-    found: list[list[int]] = [[] for _ in range(groups)]
-    for i, row in enumerate(similarity.tolist()):
+    found: list[list[int]] = [[i] for i in range(min(groups, len(similarity)))]  # each the first of an empty group
+    found += [[] for _ in range(groups - len(found))]
+    for i, row in enumerate(similarity[groups:].tolist(), start=groups):
         least = min(map(len, found))
-        costs = {k: math.fsum(row[j] for j in g) / max(1, least) for k, g in enumerate(found) if len(g) == least}
-        found[min(costs, key=lambda k: round(costs[k], 10))].append(i)
+        smallest = [g for g in found if len(g) == least]
+        costs = [round(math.fsum([row[j] for j in g]) / least, 10) for g in smallest]
+        smallest[costs.index(min(costs))].append(i)
     return sorted(found, key=len)
 
 

@@ -36,7 +36,7 @@ def gram(updates: Sequence[Tensor]) -> Tensor:
     width = max(1, CHUNK // clients)
     total: Tensor | None = None
     for update in updates:
-        flat = update.reshape(clients, -1)
+        flat = update if update.dim() == 2 else update.reshape(clients, -1)
         for piece in (flat,) if flat.shape[1] <= width else flat.split(width, dim=1):
             exact = piece.double()
             total = exact @ exact.T if total is None else total.addmm_(exact, exact.T)
@@ -126,14 +126,20 @@ class _Lag:
         """Scores the layers, and keeps the mean of those that are personal now."""
         gated = [i.name for i in cohort.structure.leaves if f"gate:{i.name}" in memory]
         layers = self.layers(cohort.structure, gated)
-        updates = reduced["lag"]
-        rated = self.rate([[updates[leaf] for leaf in leaves] for leaves in layers.values()])
+        updates, clients = reduced["lag"], len(cohort)
+        named = [leaf for leaves in layers.values() for leaf in leaves]
+        side: Tensor | None = None
+        if (
+            sum([cohort.leaves[leaf].numel() for leaf in named]) * clients <= CHUNK
+        ):  # an operation for all, not one for each
+            side = torch.cat([updates[leaf].reshape(clients, -1) for leaf in named], 1)
+        rated = self.rate([[updates[leaf] for leaf in leaves] for leaves in layers.values()], side)
         made = dict(memory)
         if self.k:
             off = set(tree.off(_common(memory, "gate:")))
             fixed = layers if self.select == "conflict" else self.choose(dict.fromkeys(layers, 0.0))
             stored = [leaf for name in fixed for leaf in layers[name]]
-            reduced, made = self.average(reduced, made, cohort, stored, off)
+            reduced, made = self.average(reduced, made, cohort, stored, off, side if stored == named else None)
         return {**reduced, "asked": {"scores": rated}}, made
 
     def decide(self, memory: Leaves, told: Mapping[str, Array], cohort: Cohort) -> Leaves:
@@ -150,19 +156,24 @@ class _Lag:
             now = set(chosen) if self.granularity == "tensor" else _leaves(chosen, cohort.structure) & gated.keys()
             here = all(v.is_cpu for v in gated.values())  # after a checkpoint they are where all else is
             turned = now ^ set(tree.off(gated)) if here else gated.keys()
-            kind = next(iter(gated.values())).dtype
-            values = torch.tensor([float(n not in now) for n in turned], dtype=kind).unbind()
-            made |= {f"gate:{n}": v for n, v in zip(turned, values, strict=True)}
+            if turned:
+                kind = next(iter(gated.values())).dtype
+                values = torch.tensor([float(n not in now) for n in turned], dtype=kind).unbind()
+                made |= {f"gate:{n}": v for n, v in zip(turned, values, strict=True)}
         return made
 
-    def rate(self, layers: Sequence[Sequence[Tensor]]) -> Tensor:
-        """The score of each layer, still on the device; a few Gram matrices are there at a time."""
+    def rate(self, layers: Sequence[Sequence[Tensor]], side: Tensor | None = None) -> Tensor:
+        """The score of each layer, still on the device; a few Gram matrices are there at a time.
+
+        Args:
+            layers: the updates of each layer's leaves.
+            side: all of them side by side (clients x numbers), where there is room.
+        """
         clients = layers[0][0].shape[0]
         some = max(1, CHUNK // clients**2)
-        widths = [sum([u.numel() for u in updates]) // clients for updates in layers]
-        if clients * sum(widths) <= CHUNK:  # side by side: an operation for all of them, not one for each
-            wide = torch.cat([u.reshape(clients, -1) for updates in layers for u in updates], 1).double()
-            layers = [[piece] for piece in wide.split(widths, 1)]
+        if side is not None:
+            widths = [sum([u.numel() for u in updates]) // clients for updates in layers]
+            layers = [[piece] for piece in side.double().split_with_sizes(widths, 1)]
         found = []
         for start in range(0, len(layers), some):
             products = torch.stack([gram(updates) for updates in layers[start : start + some]])
@@ -170,11 +181,18 @@ class _Lag:
         return found[0] if len(found) == 1 else torch.cat(found)
 
     def average(
-        self, reduced: Message, memory: Leaves, cohort: Cohort, leaves: Sequence[str], personal: Collection[str]
+        self,
+        reduced: Message,
+        memory: Leaves,
+        cohort: Cohort,
+        leaves: Sequence[str],
+        personal: Collection[str],
+        side: Tensor | None = None,
     ) -> tuple[Message, Leaves]:
         """Eq. 4 of personal layers too: the mean of the clients' values, for newcomers and for layers that return.
 
-        Clients send how far they moved from their own start; the server stores what each has (as the paper's does).
+        Clients send how far they moved from their own start; the server stores what each has (as the paper's does). Their updates
+        may be there ``side`` by side already.
         """
         if not leaves:
             return reduced, memory
@@ -182,33 +200,33 @@ class _Lag:
         rows = cohort.rows if self.weights == "samples" else [1] * len(cohort)
         everything = sum(rows)
         share = [n / everything for n in rows]
-        off = [leaf for leaf in leaves if leaf in personal]
         widths = [cohort.leaves[leaf].numel() for leaf in leaves]
+        ranges = _ranges(leaves, widths, personal)
         sent = torch.cat([cohort.leaves[leaf].reshape(-1) for leaf in leaves])
-        some = max(1, CHUNK // len(sent))
+        some = len(cohort) if side is not None else max(1, CHUNK // len(sent))
         mean: Tensor | None = None
         for first in range(0, len(cohort), some):
             ids = cohort.ids[first : first + some]
-            moved = [reduced["lag"][leaf][first : first + some].reshape(len(ids), -1) for leaf in leaves]
-            ended = torch.cat(moved, 1)
-            if off:
-                own = torch.stack([memory.get(f"{VALUE}{client}", sent) for client in ids]).split(widths, 1)
-                theirs = sent.expand_as(ended).split(widths, 1)
-                began = zip(leaves, own, theirs, strict=True)
-                ended += torch.cat([mine if leaf in personal else common for leaf, mine, common in began], 1)
-            else:
-                ended += sent
+            moved = side
+            if moved is None:
+                each = [reduced["lag"][leaf][first : first + some].reshape(len(ids), -1) for leaf in leaves]
+                moved = torch.cat(each, 1)
+            ended = moved + sent
+            if ranges:
+                own = torch.stack([memory.get(f"{VALUE}{client}", sent) for client in ids])
+                for at in ranges:  # they began where they were, not where the server is
+                    torch.add(moved[:, at], own[:, at], out=ended[:, at])
             # Copied: a view would keep what all of them have for as long as one is kept.
             memory |= dict(zip([f"{VALUE}{client}" for client in ids], tree.copies(ended.unbind()), strict=True))
-            if off:
+            if ranges:
                 parts = ended.sub_(sent).unbind()
                 torch._foreach_mul_(parts, share[first : first + some])
                 for part in parts:
                     mean = part if mean is None else mean.add_(part)
         if mean is None:
             return reduced, memory
-        means = dict(zip(leaves, mean.split(widths), strict=True))
-        return {**reduced, "personal": {leaf: means[leaf].view_as(cohort.leaves[leaf]) for leaf in off}}, memory
+        means = zip(leaves, mean.split_with_sizes(widths), strict=True)
+        return {**reduced, "personal": {n: v.view_as(cohort.leaves[n]) for n, v in means if n in personal}}, memory
 
     def scheduled(self, scores: dict[str, float], totals: dict[str, float], cohort: Cohort) -> tuple[str, ...] | None:
         """The personal layers of the next round, as the schedule has it; None for those of this one."""
@@ -239,6 +257,20 @@ class _Lag:
         """One row of the layer x round matrix of scores, and the layers that are personal in the next round."""
         scores = {name: float(value) for name, value in _common(memory, "score:").items()}
         return {"score": scores, "personal": tree.off(gates({OWNER: memory}))}
+
+
+def _ranges(leaves: Sequence[str], widths: Sequence[int], chosen: Collection[str]) -> list[slice]:
+    """Where the chosen leaves lie among all of them, one behind the other; neighbours together."""
+    found: list[slice] = []
+    begin = 0
+    for leaf, width in zip(leaves, widths, strict=True):
+        if leaf in chosen:
+            joins = bool(found) and found[-1].stop == begin
+            found[-1:] = (
+                [slice(found[-1].start, begin + width)] if joins else [*found[-1:], slice(begin, begin + width)]
+            )
+        begin += width
+    return found
 
 
 def _joined(memory: Leaves, leaves: Sequence[str]) -> Leaves:
