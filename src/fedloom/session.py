@@ -166,7 +166,8 @@ class Session:
                     logger.log(record)
                 value = record.get(p)
                 shown = "" if value is None else f"  {p} {value:.4f}"
-                bar.update(line, advance=1, description=f"{text}{shown}")
+                if not bar.disable:
+                    bar.update(line, advance=1, description=f"{text}{shown}")
                 self._foretell(bar, record, total)
                 return last
 
