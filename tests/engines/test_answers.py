@@ -169,3 +169,14 @@ def test_one_reply_of_a_wave_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> No
 def test_no_bar_no_bar_to_move(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rich.progress.Progress.update", lambda *args, **more: pytest.fail("nobody sees it"))
     fit("fedavg", bn_mlp(), DATA, engine=engine(), **OPTIONS)
+
+
+def test_gates_of_a_device_are_made_once_a_set() -> None:
+    names, cpu = ("a", "b"), torch.device("cpu")
+    first, again, other = (
+        server._gates_on(cpu, torch.float32, names, frozenset(off)) for off in (("b",), ("b",), ("a",))
+    )
+    assert {n: float(v) for n, v in first.items()} == {"a": 1.0, "b": 0.0}
+    assert {n: float(v) for n, v in other.items()} == {"a": 0.0, "b": 1.0}
+    assert all(again[n] is v for n, v in first.items())
+    assert first["a"].data_ptr() != first["b"].data_ptr()  # captured sweeps tell tensors by where they lie
