@@ -95,6 +95,10 @@ def test_everything_kept_changes_nothing() -> None:
 def test_largest_by_hand() -> None:
     assert largest(torch.tensor([[1.0, -4.0], [2.0, 3.0]]), 0.5).tolist() == [[0.0, -4.0], [0.0, 3.0]]
     assert largest(torch.tensor([1.0, -1.0, 1.0]), 0.5).tolist() == [1.0, -1.0, 0.0]
+    nearly = torch.tensor([0.3, -0.3, 1e-9, 0.0], dtype=torch.float64) * torch.tensor([1, 1 + 4e-16, 1, 1])
+    assert largest(nearly, 0.25).tolist() == [0.3, 0.0, 0.0, 0.0]  # equal but for rounding
+    assert largest(nearly, 0.75).tolist() == nearly.tolist()
+    assert not largest(torch.zeros(3), 0.5).any()
 
 
 def test_feedback_loses_nothing() -> None:

@@ -27,9 +27,16 @@ def kept(numel: int, share: float) -> int:
 
 
 def largest(value: Tensor, share: float) -> Tensor:
-    """The entries of largest magnitude, zero elsewhere; among equals the earlier one."""
+    """The entries of largest magnitude, zero elsewhere; among equals the earlier one.
+
+    Equal is what agrees to a few bits less than numbers have: gradients of two classes are each other's negatives, but for
+    rounding, which differs from processor to processor.
+    """
     flat = value.reshape(-1)
-    rank = flat.abs().sort(descending=True, stable=True)[1].argsort()
+    size = flat.abs()
+    grain = 16 * torch.finfo(value.dtype).eps * size.amax()
+    steps = torch.where(grain > 0, size / grain, size).round()
+    rank = steps.sort(descending=True, stable=True)[1].argsort()
     return torch.where(rank < kept(flat.numel(), share), flat, torch.zeros_like(flat)).reshape(value.shape)
 
 
