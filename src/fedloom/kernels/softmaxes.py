@@ -191,7 +191,7 @@ def summed_up_back(
     if window[1] == 2:
         area = out[0] * out[1]
         wide = min(PAIRED, triton.next_power_of_2(area))
-        tall = min(triton.next_power_of_2(channels), max(1, 2048 // wide))
+        tall = min(triton.next_power_of_2(channels), max(1, 1024 // wide))
         _backward_paired[(rows, triton.cdiv(area, wide))](
             *given, W=width, OUT=area, R=window[0], SIX=six, WIDE=kind, BC=tall, BQ=wide
         )  # fmt: skip
