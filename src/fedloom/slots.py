@@ -292,8 +292,7 @@ class Stage:
         when: the program whose ``Send`` runs it.
         follows: owners whose stages must come earlier if they are present.
         wire: bytes that an entry takes on the wire, ``(entry) -> int``, where it is not sent as the tensors that the server works with.
-        stacked: whether ``fn`` also takes the tensors of all clients along a first axis (``seen.n`` has one then), but for what everybody
-            received, and does to each client's what it does to those of one client alone.
+        stacked: whether ``fn`` also takes all clients' tensors along a first axis, received ones apart, and does to each what it does to one's.
     """
 
     owner: str

@@ -28,6 +28,7 @@ from fedloom.slots import Prepare, Prepared, ServerStage, Stage
 from fedloom.structure import Structure
 from fedloom.transfer import Array
 from fedloom.types import Cohort, Facts, Leaves, Message, Seen
+from fedloom.uploads import unchanged
 
 OWNER = "block_sampling"
 BODIES = "bodies"
@@ -111,7 +112,7 @@ def sampled(
             zip(("kappa2", "similarity_min", "similarity", "similarity_max"), memory["facts"].tolist(), strict=True)
         )
 
-    stage = Stage(owner=OWNER, fn=lambda m, memory, seen: (m, memory), also={BODIES: ("delta", stack())}, stacked=True)
+    stage = Stage(owner=OWNER, fn=unchanged, also={BODIES: ("delta", stack())}, stacked=True)
     keeping = (ServerStage(owner=OWNER, fn=learn, memory=blank, decide=keep, report=report),)
     return method.adding(
         stages=(stage,) if clustering else (),

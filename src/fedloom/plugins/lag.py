@@ -18,6 +18,7 @@ from fedloom.slots import Rule, ServerStage, Stage
 from fedloom.structure import LeafInfo, Structure
 from fedloom.transfer import Array
 from fedloom.types import Cohort, Facts, Leaves, Memory, Message
+from fedloom.uploads import unchanged
 
 OWNER = "lag"
 VALUE = "value:"
@@ -363,7 +364,7 @@ def lag(
         if k:
             method = method.replacing_gate(OWNER, rankable, gates)
         return method.adding(
-            stages=(Stage(owner=OWNER, fn=_nothing, also={"lag": ("delta", stack())}, stacked=True),),
+            stages=(Stage(owner=OWNER, fn=unchanged, also={"lag": ("delta", stack())}, stacked=True),),
             server=(
                 ServerStage(
                     owner=OWNER, fn=options.stage, memory=options.memory, decide=options.decide, report=options.report
@@ -372,10 +373,6 @@ def lag(
         )
 
     return apply
-
-
-def _nothing(message: Message, memory: Leaves, seen: Any) -> tuple[Message, Leaves]:
-    return message, memory
 
 
 def _reweighted(method: Method, reducer: Any) -> Method:

@@ -16,6 +16,7 @@ from fedloom.reducers import mean
 from fedloom.registry import plugin
 from fedloom.slots import Prepare, Prepared, ServerStage, Stage
 from fedloom.types import Cohort, Facts, Leaves, Message, Seen
+from fedloom.uploads import unchanged
 
 _PAPER = "McMahan et al., Learning Differentially Private Recurrent Language Models, ICLR 2018"
 _STREAM = 0x6E6F6973  # keeps this noise apart from dropout's, which folds step numbers into the same key
@@ -95,14 +96,10 @@ def noise(sigma: float = 1.0, at: Literal["site", "server"] = "site") -> Callabl
             method = method.replacing_reducer("noise", "delta", mean("uniform"))
         stages = (ServerStage(owner="noise", fn=_ServerNoise(sigma)), *method.server.stages)
         # An empty stage at the client keeps the order: what is clipped later would not be covered.
-        method = method.adding(stages=(Stage(owner="noise", fn=_unchanged, follows=("clip",)),))
+        method = method.adding(stages=(Stage(owner="noise", fn=unchanged, follows=("clip",), stacked=True),))
         return replace(method, server=replace(method.server, stages=stages))
 
     return central
-
-
-def _unchanged(message: Message, memory: Leaves, seen: Seen) -> tuple[Message, Leaves]:
-    return message, memory
 
 
 # Accounting -----------------------------------------------------------------------------------------------

@@ -10,6 +10,11 @@ from fedloom.slots import Stage
 from fedloom.types import Leaves, Message, Seen
 
 
+def unchanged(message: Message, memory: Leaves, seen: Seen) -> tuple[Message, Leaves]:
+    """For a stage that sends nothing of its own, but has its place in the order, or asks for other reductions."""
+    return message, memory
+
+
 def send_model(weight: str = "n", *, buffers: str = "n", log: bool = False) -> Stage:
     """Sends what the client's training changed in the leaves that travel.
 
