@@ -3,6 +3,7 @@
     PYTHONPATH=src python -m papers.fedaims.table2 --device cuda --alpha 0.1 --rounds 100 --stop-after 540
     PYTHONPATH=src python -m papers.fedaims.table2 --device cuda --data emnist47 --alpha 0.1 --stop-after 540
     PYTHONPATH=src python -m papers.fedaims.table2 --device cuda --part mu
+    PYTHONPATH=src python -m papers.fedaims.table2 --data digits --clients 20 --part ablation      # on a CPU
     PYTHONPATH=src python -m papers.fedaims.table2 --table
 
 100 clients, 10 a round, 5 local epochs, batch 64, SGD with momentum 0.9, weight decay 1e-4, decay 0.99 a round. The published protocol has
@@ -130,8 +131,8 @@ def run(case: study.Case, images: fl.data.Dataset, options: argparse.Namespace) 
 def report(log: Path) -> str:
     """Mean over clients, with its spread over seeds; the standard deviation over clients beside it."""
     texts = []
-    groups = tables.by(study.read(log), "data", "alpha", "classes", "lr", "rounds")
-    for (data, alpha, classes, lr, rounds), lines in groups.items():
+    groups = tables.by(study.read(log), "data", "alpha", "classes", "lr", "rounds", "clients")
+    for (data, alpha, classes, lr, rounds, clients), lines in groups.items():
         named = tables.by(lines, "name")
         base = named.get(("FedPer",), [])
         rows = []
@@ -149,6 +150,7 @@ def report(log: Path) -> str:
                 ]
             )
         dealt = f"{classes} classes a client" if classes else f"Dirichlet {alpha}"
+        dealt += f", {clients} clients, half of them a round" if clients else ""
         head = ["method", "accuracy", "std over clients", "worst tenth", "against FedPer", "published, 300 rounds"]
         texts.append(f"{data}, {dealt}, lr {lr}, {rounds} rounds\n\n{tables.markdown(head, rows)}")
     return "\n\n".join(texts)
