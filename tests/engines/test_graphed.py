@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 import fedloom as fl
 from fedloom import server
 from fedloom.engines.vectorised import VectorisedEngine, feed, graphed
-from tests.helpers import bn_mlp, dropout_mlp, everything, federation, fit, gap, questions_of_rounds
+from tests.helpers import bn_mlp, dropout_mlp, everything, federation, fit, gap, mlp, questions_of_rounds
 
 DATA = federation((1, 7, 64, 65, 200))
 METHODS = [
@@ -147,3 +148,14 @@ def test_no_room_for_the_next_round_yet(monkeypatch: pytest.MonkeyPatch) -> None
     b = fit("fedavg", bn_mlp(), data, engine=VectorisedEngine(step="graphed"), **options)
     assert tried
     assert gap(everything(a), everything(b)) == 0
+
+
+@pytest.mark.parametrize("step", ["graphed", "compiled"])
+def test_what_a_run_has_told_is_not_taken_for_that_of_a_later_one(step: Any) -> None:
+    """Runs are told from each other by addresses, which are given again once a run is gone."""
+    engine = VectorisedEngine(step=step)
+    for make in (mlp(), bn_mlp(), dropout_mlp()) * 3:
+        options = {"rounds": 1, "epochs": 1, "batch_size": 8}
+        a, b = (everything(fit("fedavg", make, federation((8, 8)), engine=e, **options)) for e in ("loop", engine))
+        gc.collect()
+        assert gap(a, b) < 1e-10

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from fedloom.bound import BoundPhase
+from fedloom.bound import Bound, BoundPhase
 from fedloom.client import Desk
 from fedloom.engines.vectorised.feed import Pools, Tick
 from fedloom.engines.vectorised.mapping import over_clients
@@ -23,8 +23,8 @@ from fedloom.optim import OptState
 from fedloom.stepping import Stepper
 from fedloom.types import EACH, Batch, Leaves, Memory
 
-Known = tuple[frozenset[str], frozenset[str]]
-"""The leaves that the objective of a phase reaches, and those that its steps change."""
+Known = tuple[frozenset[str], frozenset[str], Bound]
+"""The leaves that the objective of a phase reaches, those that its steps change, and whose they are: told by its address, and so held."""
 
 
 class MappedStepper(Stepper):
@@ -105,12 +105,12 @@ class MappedStepper(Stepper):
     def known(self) -> Known:
         """What the first step has told, for steppers of later rounds."""
         used = {self.phase.trained[i] for where, _, _ in self.groups for i in where}
-        return frozenset(used), frozenset(self.own)
+        return frozenset(used), frozenset(self.own), self.desk.bound
 
     def recall(self, known: Known | None) -> None:
         """Begins with what the first step of an earlier round has told, if there was one."""
         if known is not None:
-            used, written = known
+            used, written, _ = known
             self.begin(set(used))
             for name in sorted(written):
                 self._writable(name)

@@ -23,7 +23,7 @@ from fedloom.types import Memory, Seen
 
 if TYPE_CHECKING:
     from fedloom.client import Desk
-    from fedloom.engines.vectorised.stepper import MappedStepper
+    from fedloom.engines.vectorised.stepper import Known, MappedStepper
 
 TRACE_STEPS = 200
 """A shape that occurs this often in a run is worth a trace."""
@@ -114,7 +114,7 @@ class Traces:
         self.notes: list[str] = []
         self.times: dict[Hashable, int] = {}
         self.owners: list[object] = []
-        self.used: dict[Hashable, tuple[frozenset[str], frozenset[str]]] = {}
+        self.used: dict[Hashable, Known] = {}
         self.programs: dict[Hashable, Any] = {}
         self._known: dict[Hashable, Trace | None] = {}
 
