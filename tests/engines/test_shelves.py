@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import fedloom as fl
@@ -112,3 +113,24 @@ def test_how_many_steps_lie_there_changes_no_bit(method: str, monkeypatch: pytes
             found.append(everything(fit(method, make, data, engine=VectorisedEngine(step="graphed"), **options)))
     for other in (found[2:4], found[4:]):
         assert [gap(a, b) for a, b in zip(found[:2], other, strict=True)] == [0, 0]
+
+
+class Halves(nn.Module):
+    """Changes its input in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(6, 5), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.head(torch.tanh(self.body(x.mul_(0.5))))
+
+
+@pytest.mark.parametrize("room", [1, 16])
+@pytest.mark.parametrize("method", ["fedavg", "fedmap", "pfedme"])
+def test_a_model_may_change_its_input_in_place(method: str, room: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step is tried before it is captured: what it does to its batch then is not done twice."""
+    monkeypatch.setattr(shelves, "SHELF_STEPS", room)
+    options = {"precision": "fp32", "optimizer": fl.sgd(0.05), "data": federation((9, 14, 5, 8))}
+    a, b = (fit(method, Halves, engine=e, **options) for e in ("loop", VectorisedEngine(step="graphed")))
+    assert gap(everything(a), everything(b)) < 1e-5

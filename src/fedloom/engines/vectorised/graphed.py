@@ -347,6 +347,8 @@ class GraphedStepper(MappedStepper):
         if replay is None:
             self.arenas.refused.add(self.key)
             self.failed = True
+        else:  # a model that changes its input in place has done so when it was tried
+            shelf.lay(self.feed, tick.step - shelf.at)
         return replay
 
     def _body(self, arena: Arena, tick: Tick, shelf: Shelf) -> Replay:
