@@ -90,6 +90,8 @@ class View:
         """Output of a tapped module."""
         if self._out is None:
             self._run()
+        if name in self._summaries and name not in self._features:
+            raise LookupError(f"feature {name!r} is only summed up: a term that reads it names it among its own taps")
         return self._features[name]
 
     def summary(self, name: str) -> Summary | None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import fedloom as fl
 from fedloom import frames, kernels, layers
 from fedloom.engines.vectorised import VectorisedEngine
+from fedloom.view import View
 from tests.engines.test_kernels import DEVICE, Cohort, compare, cuda, random, same, taken
 from tests.helpers import everything, gap
 
@@ -209,3 +210,10 @@ def test_supervision_reads_summaries(method: str, norm: str, monkeypatch: pytest
 def rows(count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
     draw = np.random.default_rng(seed)
     return draw.normal(size=(count, 3, 8, 8)).astype("f4"), draw.integers(0, 3, count)
+
+
+def test_who_reads_a_feature_that_others_want_summed_up_is_told_to_ask_for_it() -> None:
+    view = View.__new__(View)
+    view._out, view._features, view._summaries = torch.zeros(1), {}, {"act": (torch.zeros(1), torch.zeros(1))}
+    with pytest.raises(LookupError, match=r"feature 'act' is only summed up: .* among its own taps"):
+        view.feature("act")
