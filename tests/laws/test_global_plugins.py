@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor, nn
 
 import fedloom as fl
 from fedloom import rng
@@ -195,3 +196,24 @@ def test_variant_is_the_same_on_both_engines(text: str, optimizer: Any) -> None:
     for mine, theirs in zip(a.history, b.history, strict=True):
         assert mine["bytes_up"] == theirs["bytes_up"]
         assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-8)
+
+
+class Odd(nn.Module):
+    """With a parameter of no dimension and one without elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(6, 5), nn.Linear(5, 3)
+        self.scale, self.nothing = nn.Parameter(torch.tensor(1.0)), nn.Parameter(torch.zeros(0))
+
+    def forward(self, x: Tensor) -> Any:
+        return self.head(self.scale * self.body(x).tanh()) + self.nothing.sum()
+
+
+@pytest.mark.parametrize(
+    "method", ["scaffold", "fedavg + compress('topk', share=0.3)", "fedavg + compress('quantise')"]
+)
+def test_parameters_of_no_dimension_and_of_no_elements(method: str) -> None:
+    a, b = (fit(method, Odd, DATA, engine=engine) for engine in ("loop", "vectorised"))
+    assert gap(everything(a), everything(b)) < 1e-9
+    assert shared(a)["scale"] != 1

@@ -32,16 +32,20 @@ def largest(value: Tensor, share: float) -> Tensor:
     Equal is what agrees to a few bits less than numbers have: gradients of two classes are each other's negatives, but for
     rounding, which differs from processor to processor.
     """
+    if not value.numel():
+        return value
     flat = value.reshape(-1)
     size = flat.abs()
     grain = 16 * torch.finfo(value.dtype).eps * size.amax()
-    steps = torch.where(grain > 0, size / grain, size).round()
+    steps = torch.where(grain > 0, (size / grain).round(), size)
     rank = steps.sort(descending=True, stable=True)[1].argsort()
     return torch.where(rank < kept(flat.numel(), share), flat, torch.zeros_like(flat)).reshape(value.shape)
 
 
 def quantised(value: Tensor, bits: int, key: Tensor) -> Tensor:
     """``s/L round(v L/s)`` with ``s = max|v|``, ``L = 2^(bits-1) - 1``, rounded up or down at random so that the mean is v."""
+    if not value.numel():
+        return value
     levels = 2 ** (bits - 1) - 1
     scale = value.abs().amax()
     unit = torch.where(scale > 0, scale / levels, torch.ones_like(scale))

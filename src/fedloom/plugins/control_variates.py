@@ -40,7 +40,7 @@ def control_variates(eta_g: float = 1.0) -> Callable[[Method], Method]:
         made = {phases: seen.steps_of(name).clamp(min=1) * seen.lr_of(name) for phases, name in alike.items()}
         gaps = sub([seen.received[name] for name in memory], [seen.final[name] for name in memory])
         steps = [made[seen.specs[name].phases] for name in memory]
-        columns = [s.reshape(*s.shape, *[1] * (gap.dim() - s.dim())) for s, gap in zip(steps, gaps, strict=True)]
+        columns = [s.reshape(s.shape + (1,) * (gap.dim() - s.dim())) for s, gap in zip(steps, gaps, strict=True)]
         drifts = tree.by_list(torch._foreach_div, torch.div, list(gaps), columns)
         moved = sub(list(drifts), [c[name] for name in memory])
         change = {name: seen.gated(name, value) for name, value in zip(memory, moved, strict=True)}
