@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ import fedloom as fl
 from fedloom.data import Rows
 from fedloom.engines.vectorised import VectorisedEngine, shelves
 from fedloom.engines.vectorised.feed import Feed, Laid, Pool, lay_out
-from fedloom.engines.vectorised.shelves import Shelf, Shelves
+from fedloom.engines.vectorised.shelves import Shelf, Shelves, renewed
 from tests.helpers import bn_mlp, dropout_mlp, everything, federation, fit, gap
 
 
@@ -134,3 +135,27 @@ def test_a_model_may_change_its_input_in_place(method: str, room: int, monkeypat
     options = {"precision": "fp32", "optimizer": fl.sgd(0.05), "data": federation((9, 14, 5, 8))}
     a, b = (fit(method, Halves, engine=e, **options) for e in ("loop", VectorisedEngine(step="graphed")))
     assert gap(everything(a), everything(b)) < 1e-5
+
+
+def test_graphs_of_ever_new_widths_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Full batches of clients of ever other sizes: those unused for longest are given up, with what they hold."""
+    monkeypatch.setattr(shelves, "KEPT_SHELVES", 2)
+    data, options = federation((5, 9, 13, 17, 21, 25)), {"cohort": 2, "rounds": 12, "batch_size": "full"}
+    engine = VectorisedEngine(step="graphed")
+    a, b = (fit("fedavg", bn_mlp(), data, engine=e, **options) for e in ("loop", engine))
+    assert gap(everything(a), everything(b)) < 1e-10
+    (arena,) = engine.arenas.known.values()
+    assert len({id(shelf) for _, shelf in arena.graphs.values()}) == 2
+    gc.collect()
+    assert [key[0] for key in engine.pools.shelves.known if isinstance(key, tuple)].count("steps") == 2
+
+
+def test_what_reads_the_shelf_unused_for_longest_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shelves, "KEPT_SHELVES", 2)
+    a, b, c = (Shelf(feed("numbers")) for _ in range(3))
+    graphs: dict[Any, tuple[Any, Shelf]] = {}
+    for name, shelf in (("a", a), ("b", b), ("a", a), ("other a", a)):
+        assert not renewed(graphs, shelf)
+        graphs[name] = (None, shelf)
+    assert renewed(graphs, c), "a was used after b"
+    assert set(graphs) == {"a", "other a"}

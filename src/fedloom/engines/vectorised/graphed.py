@@ -23,7 +23,7 @@ from fedloom import tree
 from fedloom.bound import BoundPhase
 from fedloom.client import Desk
 from fedloom.engines.vectorised.feed import Pools, Tick
-from fedloom.engines.vectorised.shelves import Shelf
+from fedloom.engines.vectorised.shelves import Shelf, renewed
 from fedloom.engines.vectorised.stepper import Known, MappedStepper
 from fedloom.engines.vectorised.traced import common_of, watched
 from fedloom.optim import OptState
@@ -274,7 +274,9 @@ class GraphedStepper(MappedStepper):
     def _shelf(self) -> Shelf:
         """Where the batches of this phase lie."""
         if self.shelf is None:
+            assert self.arena is not None
             self.shelf = self.pools.shelves.of(self.feed)
+            self.arenas.dropped |= renewed(self.arena.graphs, self.shelf)
         return self.shelf
 
     def _settle(self) -> bool:

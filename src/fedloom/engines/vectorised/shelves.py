@@ -17,6 +17,8 @@ SHELF_BYTES = 1 << 25
 """How many bytes of batches a shelf holds, if it holds more than one."""
 SHELF_STEPS = 16
 """How many steps a shelf holds at most."""
+KEPT_SHELVES = 32
+"""From how many shelves the captured steps of a phase take their batches; clients that each have their own width bring ever more."""
 
 
 class Shelf:
@@ -123,3 +125,18 @@ class Shelves:
         if shelf is None:
             shelf = self.known[laid.shape()] = Shelf(laid)
         return shelf
+
+
+def renewed(graphs: dict[Hashable, tuple[Any, Shelf]], shelf: Shelf) -> bool:
+    """Has captured steps that read a shelf stand last; those of the shelf unused for longest go if it is one too many.
+
+    Says whether some went.
+    """
+    for key in [key for key, made in graphs.items() if made[1] is shelf]:
+        graphs[key] = graphs.pop(key)
+    others = list(dict.fromkeys([made[1] for made in graphs.values() if made[1] is not shelf]))
+    if len(others) < KEPT_SHELVES:
+        return False
+    for key in [key for key, made in graphs.items() if made[1] is others[0]]:
+        del graphs[key]
+    return True
