@@ -143,6 +143,7 @@ def _keeper(name: str, lasts: bool) -> Callable[..., None]:
         frame = frames.current()
         if frame is not None and name in frame.wanted:
             frame.features[name] = _kept(_tensor_of(output), frame, lasts)
+            frame.summaries.pop(name, None)  # of an earlier call of the same module: the last one counts
 
     return keep
 

@@ -217,3 +217,28 @@ def test_who_reads_a_feature_that_others_want_summed_up_is_told_to_ask_for_it() 
     view._out, view._features, view._summaries = torch.zeros(1), {}, {"act": (torch.zeros(1), torch.zeros(1))}
     with pytest.raises(LookupError, match=r"feature 'act' is only summed up: .* among its own taps"):
         view.feature("act")
+
+
+@cuda
+def test_of_a_module_that_is_called_twice_the_last_call_counts() -> None:
+    """Its windows fill the map of the first call, which is summed up, and not that of the second."""
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.head = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.MaxPool2d(2)), nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Any:
+            return self.head(self.body(x).mean((2, 3)) + self.body(x[..., 1:, 1:]).mean((2, 3)))
+
+    built = Cohort(Twice()).net
+    built.want(frozenset({"body.1"}))
+    leaves = {n: torch.stack([v, v]) for n, v in built.start.items()}
+
+    def out(x: Tensor, leaves: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor], Any]:
+        frame = frames.Frame(wanted=frozenset({"body.1"}), summed=frozenset({"body.1"}))
+        return built(leaves, x, frame, train=True), frame.features, frame.summaries
+
+    _, features, summaries = torch.vmap(out)(random(2, 5, 3, 8, 8).detach(), leaves)
+    assert features["body.1"].shape == (2, 5, 4, 5, 5)
+    assert not summaries
