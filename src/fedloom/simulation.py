@@ -154,6 +154,8 @@ def fit(
     if mode != "centralised" and optimizer_state == "keep":
         raise UserError("optimizer_state='keep' is for mode='centralised'; clients begin each round with a fresh state")
     ranks = distributed.joined()
+    if ranks is not None:
+        ranks.ended(False)
     first = ranks is None or ranks.first
     where = building.device_of(device)
     federation, data_table, judging = _data(data, judging, seed)
@@ -225,7 +227,10 @@ def fit(
             torch.inference_mode(False),
             torch.enable_grad(),
         ):
-            return _finish(session, federation, full, rounds, where)
+            result = _finish(session, federation, full, rounds, where)
+        if ranks is not None:
+            ranks.ended(True)
+        return result
     finally:
         if session.folder is not None:
             session.folder.close()

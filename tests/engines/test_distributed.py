@@ -124,6 +124,31 @@ def test_a_run_goes_on_in_several_processes(tmp_path: Path) -> None:
     assert contents(tmp_path / "cut") == contents(tmp_path / "whole")
 
 
+LATE = """
+import os, time
+from pathlib import Path
+import fedloom.engines.distributed as here
+plain, rank = here._leave, os.environ["RANK"]
+def leave():
+    if rank == "0":
+        time.sleep(2)
+    begun = time.time()
+    plain()
+    Path("{folder}", rank).write_text(f"{begun} {time.time()}")
+here._leave = leave
+"""
+
+
+def test_nobody_leaves_before_all_have_ended(tmp_path: Path) -> None:
+    path = tmp_path / "config.toml"
+    path.write_text(CONFIG.format(method="fedavg", engine="loop").replace("rounds = 4", "rounds = 1"))
+    patch = LATE.replace("{folder}", str(tmp_path))
+    found = ranks(["run", str(path), "--quiet", "--out", str(tmp_path / "run")], patch=patch)
+    assert [code for code, _, _ in found] == [0, 0], found
+    (late, _), (_, left) = ([float(v) for v in (tmp_path / rank).read_text().split()] for rank in "01")
+    assert left >= late
+
+
 def test_clients_are_dealt_by_their_work() -> None:
     class Site:
         def __init__(self, rows: int) -> None:

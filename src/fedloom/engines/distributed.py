@@ -11,7 +11,9 @@ import atexit
 import hashlib
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -23,6 +25,11 @@ from fedloom.errors import RunError, UserError
 from fedloom.server import ServerState
 from fedloom.slots import Program
 from fedloom.work import ClientState, Participant, Post, Reply, Work
+
+PATIENCE = timedelta(seconds=30)
+"""How long a rank whose run has ended well waits for the others before it leaves."""
+
+_ended = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +50,11 @@ class Ranks:
     def first(self) -> bool:
         """Whether this is the one that writes."""
         return self.number == 0
+
+    def ended(self, well: bool) -> None:
+        """Says whether the last run has ended well: at the end of the program ranks then wait for each other."""
+        global _ended
+        _ended = well
 
     def gather(self, data: bytes) -> list[bytes]:
         """What every rank has, at every rank."""
@@ -129,8 +141,13 @@ def joined() -> Ranks | None:
 
 
 def _leave() -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    if not dist.is_initialized():
+        return
+    # One that leaves while another still writes may be aborted by gloo; after an error nobody waits, the others must hear of it.
+    if _ended and dist.get_backend() == "gloo":
+        with suppress(RuntimeError):
+            dist.monitored_barrier(timeout=PATIENCE)
+    dist.destroy_process_group()
 
 
 class DistributedEngine:
