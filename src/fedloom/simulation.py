@@ -104,7 +104,7 @@ def fit(
         diagnostics: measure drift, heterogeneity, noise, smoothness and conflict, see :class:`fedloom.options.Diagnostics`; ``{}``
             for its defaults, None to measure nothing.
         out: folder for configuration, metrics, checkpoints and models; None writes nothing.
-        resume: go on with what is in ``out``; the finished run is identical to one that was never interrupted.
+        resume: go on with what is in ``out``; the finished run is identical to one that was never interrupted (on a GPU to rounding).
         progress: whether a bar is shown (on terminals).
         callbacks: called with the record of each round; one that returns True stops the run.
         loggers: where else its numbers go: ``"tensorboard"``, ``"mlflow"``, or an object like :class:`fedloom.loggers.Logger`.
