@@ -115,20 +115,29 @@ def by_hand(
     return min(taken if taken[1] > LONG else [*taken, *(hand.timed()[0] for _ in range(rounds - 2))])
 
 
-def ours(
-    method: str, make: Make, data: Sequence[tuple[Any, Any]], cohort: int, batch: int, adam: bool, precision: str
-) -> float:
-    """Seconds a round of fedloom."""
+def fitted(
+    method: str,
+    make: Make,
+    data: Sequence[tuple[Any, Any]],
+    cohort: int,
+    batch: int,
+    adam: bool,
+    precision: str,
+    *,
+    rounds: int = 10,
+    callbacks: Sequence[Callable[[dict[str, Any]], object]] = (),
+) -> fl.Result:
+    """A run of fedloom, nothing evaluated before its end."""
     task = "segmentation" if data[0][1].ndim > 1 else "classification"
     federation = fl.Federation.from_arrays([((x, y), (x[:4], y[:4])) for x, y in data])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        result = fl.fit(
+        return fl.fit(
             method,
             make,
             federation,
             task=task,
-            rounds=10,
+            rounds=rounds,
             cohort=cohort,
             epochs=1,
             batch_size=batch,
@@ -138,7 +147,15 @@ def ours(
             precision=precision,
             evaluate={"every": 0},
             progress=False,
+            callbacks=callbacks,
         )
+
+
+def ours(
+    method: str, make: Make, data: Sequence[tuple[Any, Any]], cohort: int, batch: int, adam: bool, precision: str
+) -> float:
+    """Seconds a round of fedloom."""
+    result = fitted(method, make, data, cohort, batch, adam, precision)
     return statistics.median(r["seconds"] for r in result.history[2:])
 
 

@@ -12,19 +12,18 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from gpu import pictures
+from gpu import fitted, pictures
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 import fedloom as fl
-from fedloom.engines.vectorised import VectorisedEngine
 
+Clients = Sequence[tuple[Any, Any]]
 METHODS = ("fedavg", "scaffold", "fedmap", "fedavg + lag(k=2)", "fedavg + isr", "fedavg + isr + lag(k=2)", "fedaims")
 PROFILED = 4
 """Rounds under the profiler."""
@@ -32,28 +31,12 @@ PAUSE = 15.0
 """Microseconds without a kernel that count as a pause."""
 
 
-def run(method: str, data: fl.Federation, rounds: int, after: Callable[[dict[str, Any]], None]) -> None:
+def run(method: str, data: Clients, rounds: int, after: Callable[[dict[str, Any]], None]) -> None:
     """One run; ``after`` is told the record of each round."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        fl.fit(
-            method,
-            fl.models.pfllib_cnn,
-            data,
-            rounds=rounds,
-            cohort=10,
-            epochs=1,
-            batch_size=64,
-            optimizer=fl.sgd(0.05),
-            engine=VectorisedEngine(),
-            device="cuda",
-            evaluate={"every": 0},
-            progress=False,
-            callbacks=[after],
-        )
+    fitted(method, fl.models.pfllib_cnn, data, 10, 64, False, "fp32", rounds=rounds, callbacks=[after])
 
 
-def timed(method: str, data: fl.Federation, rounds: int = 30) -> tuple[float, float]:
+def timed(method: str, data: Clients, rounds: int = 30) -> tuple[float, float]:
     """Milliseconds of a round, and of the host's waiting in it; medians from the fourth round on."""
     waiting, found = [0.0], list[tuple[float, float]]()
     read = Tensor.cpu
@@ -77,7 +60,7 @@ def timed(method: str, data: fl.Federation, rounds: int = 30) -> tuple[float, fl
     return 1e3 * statistics.median(seconds), 1e3 * statistics.median(waits)
 
 
-def profiled(method: str, data: fl.Federation, first: int = 10) -> list[Any]:
+def profiled(method: str, data: Clients, first: int = 10) -> list[Any]:
     """What the device did in some rounds, in order."""
     watch = profile(activities=[ProfilerActivity.CUDA])
 
@@ -112,8 +95,7 @@ def main() -> None:
     if not torch.cuda.is_available():
         print("no CUDA device: nothing to measure")
         return
-    clients = pictures([500] * 100)
-    data = fl.Federation.from_arrays([((x, y), (x[:4], y[:4])) for x, y in clients])
+    data = pictures([500] * 100)
     print(
         "| method | ms a round | host waits | kernels | launches | pauses | longest pause |\n|---|---|---|---|---|---|---|"
     )

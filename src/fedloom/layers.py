@@ -7,6 +7,7 @@ they are. Outside of fedloom's forward pass they behave as the originals do.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from itertools import pairwise
 from types import MethodType
 from typing import Any
@@ -210,8 +211,7 @@ def _chain(parts: tuple[Any, ...], names: tuple[str | None, ...], at: int, x: Te
     if end > len(parts) or type(parts[end - 1]) not in _RELUS or not kernels.serves(x):
         return None
     frame, relu = current(), parts[end - 1]
-    wanted = frozenset[str]() if frame is None else frame.wanted
-    listening = [_listening(part, name, wanted) for part, name in zip(parts, names, strict=True)]
+    listening = _heard(parts, names, frame)
     if x.dim() != 4 or not x.numel() or not x.is_floating_point() or listening[end - 1] is None:
         return None
     if norm is not None and (listening[at] is not False or not _fits(norm, x, frame)):
@@ -259,9 +259,8 @@ def _pooled(parts: tuple[Any, ...], names: tuple[str | None, ...], at: int, x: T
     own = conv.bias is None or any(map(_inside, (conv.weight, conv.bias)))
     if own or x.dim() != 4 or not x.numel() or not kernels.serves(x):
         return None
-    frame, end = current(), behind[1] + 1
-    wanted = frozenset[str]() if frame is None else frame.wanted
-    heard = [_listening(*named, wanted) for named in zip(parts[at:end], names[at:end], strict=True)]
+    end = behind[1] + 1
+    heard = _heard(parts[at:end], names[at:end], current())
     if any(h is not False for h in heard[:-1]) or heard[-1] is None:
         return None
     x, weight, bias = kernels.shortened(x, conv.weight, conv.bias)
@@ -300,6 +299,12 @@ def _fits(norm: _MaskedBatchNorm, x: Tensor, frame: Frame | None) -> bool:
 def _normalises(norm: nn.modules.batchnorm._BatchNorm, x: Tensor, frame: Frame) -> bool:
     """Whether a kernel serves a normalisation by batch, of which clients may share the weight."""
     return kernels.serves(x, frame.mask, shared=[t for t in (norm.weight, norm.bias) if t is not None])
+
+
+def _heard(parts: Sequence[Any], names: Sequence[str | None], frame: Frame | None) -> list[bool | None]:
+    """Of each layer whether the frame wants its output, see :func:`_listening`."""
+    wanted = frozenset[str]() if frame is None else frame.wanted
+    return [_listening(part, name, wanted) for part, name in zip(parts, names, strict=True)]
 
 
 def _listening(part: nn.Module, name: str | None, wanted: frozenset[str]) -> bool | None:

@@ -186,21 +186,21 @@ class Sorting:
         self.faults: list[str | None] = []
         waves = dict[int, str | None]()  # replies made side by side are alike: one of them is looked at
         for reply, idle in zip(replies, self.skipped, strict=True):
-            beside = None if reply.size is None or reply.fault is not None else id(reply.size)
-            fault = None
-            if not idle:
-                fault = waves[beside] if beside in waves else _fault(bound, reply, expected)
-                waves |= {} if beside is None else {beside: fault}
+            fault = reply.fault
+            if not idle and fault is None:
+                if reply.beside not in waves:
+                    waves[reply.beside] = _fault(bound, reply, expected)
+                fault = waves[reply.beside]
             self.faults.append(fault)
         self.pending = [r for r in replies if r.unread is not None]
         self.asked = tree.Finite()
         # Of replies made side by side one size is known, which is asked for once.
-        sizes = {id(r.size): r.size for r in replies if r.size is not None}
+        sizes = {r.beside: r.size for r in replies if r.size is not None}
         self.asked.ask_sizes(list(sizes.values()))
         alone = [r for r in replies if r.size is None]
         self.asked.ask([_floating(r) for r in alone])
-        told = {size: i for i, size in enumerate([*sizes, *map(id, alone)])}
-        self.places = [told[id(r if r.size is None else r.size)] for r in replies]
+        told = {beside: i for i, beside in enumerate([*sizes, *(r.beside for r in alone)])}
+        self.places = [told[r.beside] for r in replies]
         self.ahead: tuple[int, Draft] | None = None
         self.sound, self.told = True, list[transfer.Array]()
 
@@ -260,8 +260,7 @@ def _floating(reply: Reply) -> Leaves:
 
 
 def _fault(bound: Bound, reply: Reply, expected: dict[str, tuple[set[str], dict[str, torch.Size]]]) -> str | None:
-    if reply.fault is not None:
-        return reply.fault
+    """What is wrong with a reply that came."""
     for entry, value in reply.message.items():
         if entry not in expected:
             known = [name for name in value if name in bound.specs] if entry in ("delta", "buffers") else []

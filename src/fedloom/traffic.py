@@ -41,8 +41,8 @@ def _counted(replies: Sequence[Reply], *, each: bool) -> list[tuple[Reply, int]]
     """One of the replies that were made side by side, whose tensors are alike, and how many these are; or each of them."""
     if each:
         return [(reply, 1) for reply in replies]
-    alike = Counter(id(reply if reply.size is None else reply.size) for reply in replies)
-    first = {id(reply if reply.size is None else reply.size): reply for reply in replies}
+    alike = Counter(reply.beside for reply in replies)
+    first = {reply.beside: reply for reply in replies}
     return [(first[key], times) for key, times in alike.items()]
 
 

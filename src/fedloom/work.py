@@ -129,3 +129,8 @@ class Reply:
     fault: str | None = None
     unread: Tensor | None = None
     size: Tensor | None = None
+
+    @property
+    def beside(self) -> int:
+        """What replies made side by side, whose tensors are alike, have in common; any other has its own."""
+        return id(self if self.size is None else self.size)

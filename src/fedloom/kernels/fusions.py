@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -25,13 +26,13 @@ def acted(x: Tensor, window: Pair, *, six: bool = False, bias: Tensor | None = N
 
 def acted_apart(x: Tensor, window: Pair, *, six: bool = False) -> tuple[Tensor, Tensor]:
     """As :func:`acted`, and what the ReLU returns; the windows fill the map."""
-    y, act = _Lifted.apply(_CohortTappedActivation, x, window, six, torch.is_grad_enabled())  # type: ignore[no-untyped-call]
+    y, act = _Lifted.apply(_CohortTappedActivation, x, window, six, torch.is_grad_enabled(), False)  # type: ignore[no-untyped-call]
     return y, act
 
 
 def acted_summed(x: Tensor, window: Pair, *, six: bool = False) -> tuple[Tensor, tuple[Tensor, Tensor]]:
     """As :func:`acted`, and of what the ReLU returns, which is never in memory, what :func:`fedloom.kernels.summarised` makes of it."""
-    y, *summary = _Lifted.apply(_CohortSummedActivation, x, window, six, torch.is_grad_enabled())  # type: ignore[no-untyped-call]
+    y, *summary = _Lifted.apply(_CohortTappedActivation, x, window, six, torch.is_grad_enabled(), True)  # type: ignore[no-untyped-call]
     return y, (summary[0], summary[1])
 
 
@@ -77,7 +78,7 @@ def chained_apart(
     """As :func:`chained`, and behind the output what the ReLU returns; the windows fill the map."""
     keep = torch.is_grad_enabled()
     y, act, mean, var, count = _Lifted.apply(  # type: ignore[no-untyped-call]
-        _CohortTappedChain, x, mask, weight, bias, eps, window, six, keep
+        _CohortTappedChain, x, mask, weight, bias, eps, window, six, keep, False
     )
     return y, act, mean, var, count
 
@@ -95,7 +96,7 @@ def chained_summed(
     """As :func:`chained_apart`, with a summary in the place of what the ReLU returns."""
     keep = torch.is_grad_enabled()
     y, *summary, mean, var, count = _Lifted.apply(  # type: ignore[no-untyped-call]
-        _CohortSummedChain, x, mask, weight, bias, eps, window, six, keep
+        _CohortTappedChain, x, mask, weight, bias, eps, window, six, keep, True
     )
     return y, (summary[0], summary[1]), mean, var, count
 
@@ -177,18 +178,18 @@ class _CohortTappedActivation(torch.autograd.Function):
     """x: (clients, batch, channels, height, width)."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, window: Pair, six: bool, keep: bool) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, x: Tensor, window: Pair, six: bool, keep: bool, summed: bool) -> tuple[Tensor, ...]:
         from fedloom.kernels import patches
 
-        act = x.new_empty(x.shape)
-        y, place, _ = patches.chained(x.contiguous(), window, None, six=six, keep=keep, act=act)
-        ctx.save_for_backward(place, act)
+        x = x.contiguous()
+        act = None if summed else torch.empty_like(x)
+        y, place, _ = patches.chained(x, window, None, six=six, keep=keep, act=act)
         ctx.window, ctx.six = window, six
-        return y, act
+        return y, *_handed_out(ctx, x if act is None else act, place, (), summed=summed)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor, d_act: Tensor) -> tuple[Tensor | None, ...]:
-        return _before_relu(ctx, dy, d_act, *ctx.saved_tensors), None, None, None
+    def backward(ctx: Any, dy: Tensor, *given: Tensor) -> tuple[Tensor | None, ...]:
+        return _before_relu(ctx, dy, given, *ctx.saved_tensors), None, None, None, None
 
 
 class _CohortTappedChain(torch.autograd.Function):
@@ -205,58 +206,7 @@ class _CohortTappedChain(torch.autograd.Function):
         window: Pair,
         six: bool,
         keep: bool,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        from fedloom.kernels import patches
-
-        x, mask, weight, bias, mean, var, count, scale = _measured(x, mask, weight, bias, eps)
-        act = torch.empty_like(x)
-        y, place, _ = patches.chained(x, window, (mean, scale, weight, bias), six=six, keep=keep, act=act)
-        ctx.save_for_backward(x, place, act, mask, weight, mean, scale, count.clamp(min=1))
-        ctx.window, ctx.six = window, six
-        ctx.mark_non_differentiable(mean, var, count)
-        return y, act, mean, var, count
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor, d_act: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        from fedloom.kernels import norms
-
-        x, place, act, mask, weight, mean, scale, count = ctx.saved_tensors
-        arrived = _before_relu(ctx, dy, d_act, place, act)
-        dx, sums = norms.back(x.flatten(3), arrived.flatten(3), mask, mean, scale, weight, count)
-        return dx.view(x.shape), None, *slopes(sums, weight), None, None, None, None
-
-
-class _CohortSummedActivation(torch.autograd.Function):
-    """x: (clients, batch, channels, height, width)."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, window: Pair, six: bool, keep: bool) -> tuple[Tensor, Tensor, Tensor]:
-        from fedloom.kernels import patches
-
-        x = x.contiguous()
-        y, place, _ = patches.chained(x, window, None, six=six, keep=keep)
-        ctx.window, ctx.six = window, six
-        return y, *_summed(ctx, x, place)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor, d_mean: Tensor, d_entropy: Tensor) -> tuple[Tensor | None, ...]:
-        return _summed_back(ctx, dy, d_mean, d_entropy, *ctx.saved_tensors), None, None, None
-
-
-class _CohortSummedChain(torch.autograd.Function):
-    """x: (clients, batch, channels, height, width); mask: (clients, batch); weight and bias: (clients, channels)."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        mask: Tensor | None,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        eps: float,
-        window: Pair,
-        six: bool,
-        keep: bool,
+        summed: bool,
     ) -> tuple[Tensor, ...]:
         from fedloom.kernels import patches
 
@@ -265,50 +215,44 @@ class _CohortSummedChain(torch.autograd.Function):
         y, place, _ = patches.chained(x, window, (mean, scale, weight, bias), six=six, keep=keep, act=act)
         ctx.window, ctx.six = window, six
         ctx.mark_non_differentiable(mean, var, count)
-        return y, *_summed(ctx, act, place, x, mask, weight, mean, scale, count.clamp(min=1)), mean, var, count
+        others = x, mask, weight, mean, scale, count.clamp(min=1)
+        return y, *_handed_out(ctx, act, place, others, summed=summed), mean, var, count
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor, d_mean: Tensor, d_entropy: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dy: Tensor, *given: Any) -> tuple[Tensor | None, ...]:
         from fedloom.kernels import norms
 
-        *maps, x, mask, weight, mean, scale, count = ctx.saved_tensors
-        arrived = _summed_back(ctx, dy, d_mean, d_entropy, *maps)
+        x, mask, weight, mean, scale, count, *maps = ctx.saved_tensors
+        arrived = _before_relu(ctx, dy, given, *maps)
         dx, sums = norms.back(x.flatten(3), arrived.flatten(3), mask, mean, scale, weight, count)
-        return dx.view(x.shape), None, *slopes(sums, weight), None, None, None, None
+        return dx.view(x.shape), None, *slopes(sums, weight), None, None, None, None, None
 
 
-def _summed(ctx: Any, z: Tensor, place: Tensor | None, *others: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Means and negative entropies of what a ReLU returns, given that or its input, which is kept for the way back."""
+def _handed_out(
+    ctx: Any, z: Tensor, place: Tensor | None, others: tuple[Tensor | None, ...], *, summed: bool
+) -> tuple[Tensor, ...]:
+    """What a ReLU returns, or means and negative entropies of that, for which its input will do; the way back is provided for."""
     from fedloom.kernels import softmaxes
 
+    if not summed:
+        ctx.save_for_backward(*others, z, place)
+        return (z,)
     mean, entropy, value, log_sum = softmaxes.summed_up(z.flatten(0, 1).flatten(2), relu=True, six=ctx.six)
-    ctx.save_for_backward(z, place, value, log_sum, *others)
+    ctx.save_for_backward(*others, z, place, value, log_sum)
     return mean.view(z.shape[:3]), entropy.view(z.shape[:2])
 
 
-def _summed_back(
-    ctx: Any,
-    dy: Tensor,
-    d_mean: Tensor,
-    d_entropy: Tensor,
-    z: Tensor,
-    place: Tensor,
-    value: Tensor,
-    log_sum: Tensor,
-) -> Tensor:
-    """The gradient in front of a ReLU whose output is summed up and pooled."""
-    from fedloom.kernels import softmaxes
+def _before_relu(ctx: Any, dy: Tensor, given: Sequence[Tensor], z: Tensor, place: Tensor, *kept: Tensor) -> Tensor:
+    """The gradient in front of a ReLU whose output is pooled and used itself, or summed up (then with what was kept for it)."""
+    from fedloom.kernels import patches, softmaxes
 
-    pooled = dy.contiguous().flatten(0, 1), place, z.shape[-1], ctx.window
-    flat, given = z.flatten(0, 1).flatten(2), (d_mean.contiguous(), d_entropy.contiguous())
-    return softmaxes.summed_up_back(flat, value, log_sum, *given, pooled, six=ctx.six).view(z.shape)
-
-
-def _before_relu(ctx: Any, dy: Tensor, d_act: Tensor, place: Tensor, act: Tensor) -> Tensor:
-    """The gradient in front of a ReLU of which both the output and the pooled output are used."""
-    from fedloom.kernels import patches
-
-    flat = act.flatten(1, 2)
-    tapped = flat, d_act.contiguous().flatten(1, 2)
-    pooled = dy.contiguous().flatten(1, 2)
-    return patches.returned(pooled, place.flatten(1, 2), flat.shape, ctx.window, tapped, six=ctx.six).view(act.shape)
+    dy = dy.contiguous()
+    if kept:
+        (value, log_sum), (d_mean, d_entropy) = kept, (d.contiguous() for d in given[:2])
+        flat, pooled = z.flatten(0, 1).flatten(2), (dy.flatten(0, 1), place, z.shape[-1], ctx.window)
+        found = softmaxes.summed_up_back(flat, value, log_sum, d_mean, d_entropy, pooled, six=ctx.six)
+        return found.view(z.shape)
+    flat = z.flatten(1, 2)
+    tapped = flat, given[0].contiguous().flatten(1, 2)
+    found = patches.returned(dy.flatten(1, 2), place.flatten(1, 2), flat.shape, ctx.window, tapped, six=ctx.six)
+    return found.view(z.shape)

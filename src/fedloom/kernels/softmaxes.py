@@ -63,6 +63,13 @@ def _forward(
 
 
 @triton.jit
+def _gradient(here, lse, entropy, slope, level):
+    """Dz of a block of channels and positions: ``p (log p - v) de + du``, shares of both given."""
+    log = here - lse[None, :]
+    return slope * tl.exp(log) * (log - entropy[None, :]) + level[:, None]
+
+
+@triton.jit
 def _backward(
     z, value, log_sum, d_mean, d_entropy, dy, place, dz, channels, cells,
     W: tl.constexpr, OW: tl.constexpr, OUT: tl.constexpr, R: tl.constexpr, S: tl.constexpr,
@@ -83,9 +90,8 @@ def _backward(
         here = tl.load(z + at, mask=there, other=0.0).to(WIDE)
         if POOL:
             here = rectified(here, SIX)
-        log = here - lse[None, :]
         level = tl.load(d_mean + row * channels + channel, mask=channel < channels, other=0.0).to(WIDE) / cells
-        made = slope * tl.exp(log) * (log - entropy[None, :]) + level[:, None]
+        made = _gradient(here, lse, entropy, slope, level)
         if POOL:
             where = (row * channels + channel[:, None]) * OUT + window[None, :]
             arrived = tl.load(dy + where, mask=there, other=0.0).to(WIDE)
@@ -121,10 +127,9 @@ def _backward_paired(
             lse = tl.load(log_sum + row * cells + spot, mask=inside, other=0.0)
             at = (row * channels + channel[:, None]) * cells + spot[None, :]
             here = rectified(tl.load(z + at, mask=both, other=0.0).to(WIDE), SIX)
-            log = here - lse[None, :]
             left = tl.where(chosen == 2 * r, arrived, 0.0)
             right = tl.where(chosen == 2 * r + 1, arrived, 0.0)
-            made = slope * tl.exp(log) * (log - entropy[None, :]) + level[:, None]
+            made = _gradient(here, lse, entropy, slope, level)
             made += tl.reshape(tl.join(left, right), (BC, 2 * BQ))
             made = tl.where(shut(here, SIX), 0.0, made)
             tl.store(dz + at, made.to(dz.dtype.element_ty), mask=both)
