@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from dataclasses import replace
 from typing import Literal
@@ -14,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import fedloom as fl
+from fedloom.aggregators import similarity
 from fedloom.plugins.lag import VALUE, conflicts, gram, spread
 from tests.helpers import bn_mlp, everything, federation, fit, gap, identical, mlp, mostly_slow, own, run_of, shared
 
@@ -303,7 +303,7 @@ def test_what_clients_have_is_read_leaf_by_leaf_too_and_some_clients_at_a_time(
     cohort = whole.cohort(ids, 3)
     moved = {n: torch.randn(len(ids), *whole.state.leaves[n].shape) for n in leaves}
     expected, kept = stage.fn({"lag": moved}, memory, cohort)
-    monkeypatch.setattr(sys.modules["fedloom.plugins.lag"], "CHUNK", rooms)
+    monkeypatch.setattr(similarity, "CHUNK", rooms)
     found, made = stage.fn({"lag": moved}, apart, cohort)
     assert expected["personal"].keys() == found["personal"].keys() != set()
     assert all(torch.equal(v, found["personal"][n]) for n, v in expected["personal"].items())

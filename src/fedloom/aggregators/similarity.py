@@ -13,7 +13,7 @@ from fedloom import rng
 
 WIDTH = 4096
 CHUNK = 1 << 24
-"""Numbers that are held in float64 at a time."""
+"""Numbers of clients that are laid side by side, or held in float64, at a time."""
 
 Sizes = tuple[tuple[str, int], ...]
 

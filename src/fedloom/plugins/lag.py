@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fedloom import tree
+from fedloom.aggregators import similarity
 from fedloom.errors import Conflict, UserError
 from fedloom.record import Method
 from fedloom.reducers import mean, stack
@@ -24,8 +25,6 @@ OWNER = "lag"
 VALUE = "value:"
 """Begins the name of what a client has, its leaves one after another: ``value:client``."""
 PAPER = "Nguyen et al., Towards Layer-Wise Personalized Federated Learning: Adaptive Layer Disentanglement via Conflicting Gradients"
-CHUNK = 1 << 24
-"""Numbers of clients' updates that are laid side by side, or held in float64, at a time."""
 
 Select = Literal["conflict", "first", "middle", "last"] | Sequence[str]
 Layers = dict[str, tuple[str, ...]]
@@ -34,7 +33,7 @@ Layers = dict[str, tuple[str, ...]]
 def gram(updates: Sequence[Tensor]) -> Tensor:
     """``G_uv = <h_u, h_v>`` in float64 of one layer's updates, each M x anything; a matrix product, in pieces of columns."""
     clients = updates[0].shape[0]
-    width = max(1, CHUNK // clients)
+    width = max(1, similarity.CHUNK // clients)
     total: Tensor | None = None
     for update in updates:
         flat = update if update.dim() == 2 else update.reshape(clients, -1)
@@ -127,13 +126,9 @@ class _Lag:
         """Scores the layers, and keeps the mean of those that are personal now."""
         gated = [i.name for i in cohort.structure.leaves if f"gate:{i.name}" in memory]
         layers = self.layers(cohort.structure, gated)
-        updates, clients = reduced["lag"], len(cohort)
+        updates = reduced["lag"]
         named = [leaf for leaves in layers.values() for leaf in leaves]
-        side: Tensor | None = None
-        if (
-            sum([cohort.leaves[leaf].numel() for leaf in named]) * clients <= CHUNK
-        ):  # an operation for all, not one for each
-            side = torch.cat([updates[leaf].reshape(clients, -1) for leaf in named], 1)
+        side = similarity.at_once({leaf: updates[leaf] for leaf in named})  # an operation for all, not one for each
         rated = self.rate([[updates[leaf] for leaf in leaves] for leaves in layers.values()], side)
         made = dict(memory)
         if self.k:
@@ -171,7 +166,7 @@ class _Lag:
             side: all of them side by side (clients x numbers), where there is room.
         """
         clients = layers[0][0].shape[0]
-        some = max(1, CHUNK // clients**2)
+        some = max(1, similarity.CHUNK // clients**2)
         if side is not None:
             widths = [sum([u.numel() for u in updates]) // clients for updates in layers]
             layers = [[piece] for piece in side.double().split_with_sizes(widths, 1)]
@@ -204,7 +199,7 @@ class _Lag:
         widths = [cohort.leaves[leaf].numel() for leaf in leaves]
         ranges = _ranges(leaves, widths, personal)
         sent = torch.cat([cohort.leaves[leaf].reshape(-1) for leaf in leaves])
-        some = len(cohort) if side is not None else max(1, CHUNK // len(sent))
+        some = len(cohort) if side is not None else max(1, similarity.CHUNK // len(sent))
         mean: Tensor | None = None
         for first in range(0, len(cohort), some):
             ids = cohort.ids[first : first + some]
@@ -266,10 +261,8 @@ def _ranges(leaves: Sequence[str], widths: Sequence[int], chosen: Collection[str
     begin = 0
     for leaf, width in zip(leaves, widths, strict=True):
         if leaf in chosen:
-            joins = bool(found) and found[-1].stop == begin
-            found[-1:] = (
-                [slice(found[-1].start, begin + width)] if joins else [*found[-1:], slice(begin, begin + width)]
-            )
+            joined = found.pop().start if found and found[-1].stop == begin else begin
+            found.append(slice(joined, begin + width))
         begin += width
     return found
 
