@@ -38,7 +38,7 @@ def test_weights_on_the_device_that_add_up_to_nothing_are_an_error(
     weight: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reducers, "_of_the_host", lambda value: False)
-    monkeypatch.setattr(reducers, "_uploaded", lambda values: torch.full((len(values),), weight).double())
+    monkeypatch.setattr(reducers, "_uploaded", lambda values: values[0].new_full((len(values),), weight).double())
     with pytest.raises(fl.RunError, match="weights of 'delta' do not add up"):
         fit("fednova", bn_mlp(), DATA, engine=engine(), **OPTIONS)
 
@@ -96,7 +96,7 @@ def test_the_host_groups_clients_without_asking(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize(
-    ("method", "most"), [("fedavg", 12), ("scaffold", 14), ("fedavg + lag(k=1)", 85), ("fedaims", 74), ("fedmap", 22)]
+    ("method", "most"), [("fedavg", 12), ("scaffold", 14), ("fedavg + lag(k=1)", 85), ("fedaims", 79), ("fedmap", 22)]
 )
 def test_few_operations_are_made_of_the_replies(method: str, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the replies of a round to the server after it, the answer included."""
@@ -119,7 +119,7 @@ def test_few_operations_are_made_of_the_replies(method: str, most: int, monkeypa
     monkeypatch.setattr(server.Sorting, "aggregate", done)
     monkeypatch.setattr(VectorisedEngine, "foresee", lambda *args: None)
     model = fl.models.mlp(6, 3, hidden=(8, 8, 8))
-    options = {**OPTIONS, "cohort": 5, "rounds": 8, "engine": engine(), "precision": "fp32"}
+    options = {**OPTIONS, "cohort": 5, "rounds": 8, "engine": engine(), "precision": "fp32", "device": "cpu"}
     fit(method, model, federation((64,) * 8), **options)
     assert max(found[3:7]) <= most
 

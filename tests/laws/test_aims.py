@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import fedloom as fl
 from fedloom.aggregators import similarity
-from fedloom.aggregators.similarity import cosines, dealt_groups, project, unlike_groups
+from fedloom.aggregators.similarity import cosines, dealt_groups, likeness, project, unlike_groups
 from fedloom.engines.vectorised import VectorisedEngine, waves
 from fedloom.network import build
 from fedloom.optim import Optimizer
@@ -104,15 +104,25 @@ def test_nothing_known_deals_in_turn() -> None:
 
 
 def test_unknown_clients_are_similar_to_none() -> None:
-    s = cosines(torch.tensor([[1.0, 0.0], [1.0, 0.0], [1.0, 1.0]]), torch.tensor([1.0, 0.0, 1.0]))
+    s = cosines(np.array([[1.0, 0.0], [1.0, 0.0], [1.0, 1.0]]), np.array([True, False, True]))
     assert s.tolist() == [[1.0, 0.0, 0.7071067812], [0.0, 0.0, 0.0], [0.7071067812, 0.0, 1.0]]
+
+
+def test_likeness_is_the_same_for_arrays_and_tensors() -> None:
+    vectors = np.random.default_rng(0).normal(size=(5, 30))
+    vectors[3] = 0.0
+    found = likeness(vectors)
+    np.testing.assert_allclose(likeness(torch.from_numpy(vectors)).numpy(), found, atol=1e-15)
+    np.testing.assert_allclose(np.corrcoef(np.hstack([vectors, -vectors])[:3]), found[:3, :3], atol=1e-12)
+    assert not found[3].any()
+    assert not found[:, 3].any()
 
 
 def test_projection_keeps_cosines() -> None:
     draw = torch.Generator().manual_seed(0)
     base = torch.randn(30000, generator=draw, dtype=torch.float64)
     bodies = {"w": torch.stack([base + 0.5 * torch.randn(30000, generator=draw) for _ in range(4)])}
-    exact, short = cosines(bodies["w"], torch.ones(4)), cosines(project(bodies, 0), torch.ones(4))
+    exact, short = (cosines(v.numpy(), np.ones(4, bool)) for v in (bodies["w"], project(bodies, 0)))
     assert project(bodies, 0).shape == (4, 4096)
     assert np.abs(exact - short).max() < 0.03
     assert torch.equal(project(bodies, 0), project(bodies, 0))

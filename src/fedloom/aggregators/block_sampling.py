@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedloom import rng, tree
+from fedloom import rng
 from fedloom.aggregators.similarity import (
     at_once,
     coordinates,
@@ -85,13 +85,14 @@ def sampled(
         base = cohort.leaves if similarity == "raw" else None
         whole = at_once(moved)
         vectors = project(moved, cohort.seed, drawn=drawn, base=base, whole=whole).to(memory["facts"].dtype)
-        asked = {"vectors": vectors, "likeness": likeness(vectors), "apart": farthest(moved, reduced["delta"], whole)}
+        found, apart = likeness(vectors.double()), farthest(moved, reduced["delta"], whole)
+        asked = {"vectors": vectors, "likeness": found, "apart": apart}
         return {**{k: v for k, v in reduced.items() if k != BODIES}, "asked": asked}, memory
 
     def keep(memory: Leaves, told: Mapping[str, Array], cohort: Cohort) -> Leaves:
         kind = memory["facts"].dtype
         # Copied one by one: a view would keep those of the whole cohort for as long as one is kept.
-        each = tree.copies(torch.from_numpy(told["vectors"]).to(kind).unbind())
+        each = [torch.from_numpy(row.copy()).to(kind) for row in told["vectors"]]
         made = dict(zip([f"{LATEST}{name}" for name in cohort.ids], each, strict=True))
         if period > 1 and cohort.round % period == 0:
             made |= {USED + k.removeprefix(LATEST): v for k, v in (memory | made).items() if k.startswith(LATEST)}
@@ -132,8 +133,9 @@ def _similarity(memory: Leaves, cohort: Cohort, kept: str) -> np.ndarray:
     some = next((v for v in vectors if v is not None), None)
     if some is None:
         return np.zeros((len(cohort), len(cohort)))
-    known = torch.tensor([v is not None for v in vectors])
-    return cosines(torch.stack([torch.zeros_like(some) if v is None else v for v in vectors]), known)
+    # By numpy: vectors of this length are short, and torch would wake all its threads for them.
+    blank, known = torch.zeros_like(some), np.array([v is not None for v in vectors])
+    return cosines(np.stack([(blank if v is None else v).double().numpy() for v in vectors]), known)
 
 
 def _of_the_host(memory: Leaves) -> Leaves:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -16,6 +17,7 @@ CHUNK = 1 << 24
 """Numbers of clients that are laid side by side, or held in float64, at a time."""
 
 Sizes = tuple[tuple[str, int], ...]
+Numbers = TypeVar("Numbers", Tensor, np.ndarray)
 
 
 def coordinates(seed: int, sizes: Sizes, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -109,17 +111,18 @@ def _pieces(stacked: Mapping[str, Tensor]) -> tuple[int, int]:
     return clients, max(1, CHUNK // clients)
 
 
-def cosines(vectors: Tensor, known: Tensor) -> np.ndarray:
+def cosines(vectors: np.ndarray, known: np.ndarray) -> np.ndarray:
     """``s_ij = cos(v_i, v_j)`` in float64, rounded to 10 digits; 0 where one of the two is not known."""
-    found, there = likeness(vectors).numpy(force=True).round(10), known.numpy(force=True) > 0
-    return np.asarray(found if there.all() else np.where(there[:, None] & there, found, 0.0))
+    found = likeness(vectors.astype(np.float64, copy=False)).round(10)
+    return found if known.all() else np.where(known[:, None] & known, found, 0.0)
 
 
-def likeness(vectors: Tensor) -> Tensor:
-    """As :func:`cosines` where all are known, still on the device and not rounded yet; a zero vector is like no other."""
-    values = vectors.double()
-    unit: Tensor = values / values.norm(dim=1, keepdim=True).clamp(min=1e-300)
-    return (unit @ unit.T).clamp(-1, 1)
+def likeness(vectors: Numbers) -> Numbers:
+    """As :func:`cosines` where all are known, of arrays or of tensors on any device, and not rounded; a zero vector is like no other."""
+    length = (vectors * vectors).sum(1) ** 0.5
+    unit = vectors / length[:, None].clip(min=1e-300)
+    found: Numbers = (unit @ unit.T).clip(-1, 1)
+    return found
 
 
 def unlike_groups(similarity: np.ndarray, groups: int) -> list[list[int]]:

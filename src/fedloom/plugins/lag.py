@@ -215,10 +215,9 @@ class _Lag:
             # Copied: a view would keep what all of them have for as long as one is kept.
             memory |= dict(zip([f"{VALUE}{client}" for client in ids], tree.copies(ended.unbind()), strict=True))
             if ranges:
-                parts = ended.sub_(sent).unbind()
-                torch._foreach_mul_(parts, share[first : first + some])
-                for part in parts:
-                    mean = part if mean is None else mean.add_(part)
+                torch._foreach_mul_(ended.sub_(sent).unbind(), share[first : first + some])
+                part = ended.sum(0)
+                mean = part if mean is None else mean.add_(part)
         if mean is None:
             return reduced, memory
         means = zip(leaves, mean.split_with_sizes(widths), strict=True)
