@@ -185,6 +185,9 @@ class CohortMaxPool2d(nn.MaxPool2d):
         return size if plain and not self.return_indices and max(size) <= 8 else None
 
 
+LAST, PAD = True, True
+
+
 class _Chained(nn.Sequential):
     """A container that takes normalisation, ReLU and pooling at once where a kernel serves a cohort.
 
@@ -265,11 +268,19 @@ def _pooled(parts: tuple[Any, ...], names: tuple[str | None, ...], at: int, x: T
         return None
     x, weight, bias = kernels.shortened(x, conv.weight, conv.bias)
     assert bias is not None
+    if LAST:
+        rows = x.permute(0, 2, 3, 1)
+        if PAD and rows.shape[3] == 3:
+            rows, weight = nn.functional.pad(rows, (0, 1)), nn.functional.pad(weight, (0, 0, 0, 0, 0, 1))
+        x = rows.contiguous().permute(0, 3, 1, 2)
     made = conv._conv_forward(x, weight, None)
     window = _window(pool, made.shape[2:], whole=False)
     if window is None:
         return made + bias[:, None, None], at + 1
-    y = kernels.acted(made, window, six=type(relu) is nn.ReLU6, bias=bias)
+    if LAST:
+        y = kernels.acted_last(made, bias, window, six=type(relu) is nn.ReLU6)
+    else:
+        y = kernels.acted(made, window, six=type(relu) is nn.ReLU6, bias=bias)
     _tell(pool, made, y)
     return y, end
 

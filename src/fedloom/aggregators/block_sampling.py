@@ -133,9 +133,10 @@ def _similarity(memory: Leaves, cohort: Cohort, kept: str) -> np.ndarray:
     some = next((v for v in vectors if v is not None), None)
     if some is None:
         return np.zeros((len(cohort), len(cohort)))
-    # By numpy: vectors of this length are short, and torch would wake all its threads for them.
+    # By numpy, which has no type of 16 bits that torch calls bfloat: torch would wake all its threads for vectors as short as these.
+    kind = torch.float32 if some.dtype is torch.bfloat16 else some.dtype
     blank, known = torch.zeros_like(some), np.array([v is not None for v in vectors])
-    return cosines(np.stack([(blank if v is None else v).double().numpy() for v in vectors]), known)
+    return cosines(np.stack([(blank if v is None else v).to(kind).numpy() for v in vectors]), known)
 
 
 def _of_the_host(memory: Leaves) -> Leaves:

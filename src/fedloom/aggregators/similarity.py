@@ -119,9 +119,9 @@ def cosines(vectors: np.ndarray, known: np.ndarray) -> np.ndarray:
 
 def likeness(vectors: Numbers) -> Numbers:
     """As :func:`cosines` where all are known, of arrays or of tensors on any device, and not rounded; a zero vector is like no other."""
-    length = (vectors * vectors).sum(1) ** 0.5
-    unit = vectors / length[:, None].clip(min=1e-300)
-    found: Numbers = (unit @ unit.T).clip(-1, 1)
+    products = vectors @ vectors.T
+    length = (products.diagonal() ** 0.5).clip(min=1e-300)
+    found: Numbers = (products / length[:, None] / length).clip(-1, 1)
     return found
 
 

@@ -24,6 +24,19 @@ def acted(x: Tensor, window: Pair, *, six: bool = False, bias: Tensor | None = N
     return y
 
 
+def acted_last(x: Tensor, bias: Tensor, window: Pair, *, six: bool = False) -> Tensor:
+    """As :func:`acted` of ``x + bias``, without a gradient, for maps whose channels lie last, as they do in what is returned.
+
+    Args:
+        x: (batch, channels, height, width), of one client inside ``vmap``.
+        bias: of each channel, the same for all clients.
+        window: height and width of the windows.
+        six: whether the activation ends at 6.
+    """
+    y: Tensor = _Lifted.apply(_CohortMaps, x, bias, window, six)  # type: ignore[no-untyped-call]
+    return y
+
+
 def acted_apart(x: Tensor, window: Pair, *, six: bool = False) -> tuple[Tensor, Tensor]:
     """As :func:`acted`, and what the ReLU returns; the windows fill the map."""
     y, act = _Lifted.apply(_CohortTappedActivation, x, window, six, torch.is_grad_enabled(), False)  # type: ignore[no-untyped-call]
@@ -134,6 +147,17 @@ class _CohortActivation(torch.autograd.Function):
         size = torch.Size((clients, batch * channels, height, width))
         dx = patches.returned(dy.contiguous().flatten(1, 2), place.flatten(1, 2), size, ctx.window)
         return dx.view(ctx.size), None, None, None, None
+
+
+class _CohortMaps(torch.autograd.Function):
+    """x: (clients, batch, channels, height, width), channels last in memory; bias: (clients, channels), one for all."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor, window: Pair, six: bool) -> Tensor:
+        from fedloom.kernels import maps
+
+        y = maps.windowed(x.permute(0, 1, 3, 4, 2).contiguous(), bias[0].contiguous(), window, six=six)
+        return y.permute(0, 1, 4, 2, 3)
 
 
 class _CohortChain(torch.autograd.Function):

@@ -36,6 +36,7 @@ KEPT_GRAPHS = 32
 """How many graphs of sweeps are kept, the last used ones."""
 
 
+_LEAVES, _, _COMMON = range(3)  # what a sweep reads, in order
 Types = tuple[torch.dtype, ...]
 Path = tuple[Hashable, ...]
 
@@ -62,21 +63,26 @@ def distinct(
     for path, value in tree.spread(values).items():
         owned = own(path)
         name = (id(value), owned)
-        if name not in met:  # leaves are often the very tensors from which clients started
-            shape, steps = value.shape, value.stride()
+        found = met.get(name)
+        if found is None:  # leaves are often the very tensors from which clients started
+            shape = value.shape
             dims: tuple[int, ...] = ()
-            if 0 in steps and not owned:
-                dims = tuple([d for d, step in enumerate(steps) if not step and shape[d] > 1])
-                for dim in reversed(dims):
-                    value = value.select(dim, 0)
-            lies = (value.shape, value.stride()) if dims else (shape, steps)
-            place = known.setdefault((value.data_ptr(), *lies, value.dtype, owned), len(tensors))
-            if place == len(tensors):
+            if owned:
+                place, lies = len(tensors), None
                 tensors.append(value)
-            met[name] = (shape, dims, lies[0], None if owned else lies[1], value.dtype, place), (place, dims)
-        fact, found = met[name]
-        places.append(found)
-        facts.append((path, fact))
+            else:
+                steps = value.stride()
+                if 0 in steps:
+                    dims = tuple([d for d, step in enumerate(steps) if not step and shape[d] > 1])
+                    for dim in reversed(dims):
+                        value = value.select(dim, 0)
+                lies = (value.shape, value.stride()) if dims else (shape, steps)
+                place = known.setdefault((value.data_ptr(), lies, value.dtype), len(tensors))
+                if place == len(tensors):
+                    tensors.append(value)
+            found = met[name] = (shape, dims, lies, value.dtype, place), (place, dims)
+        places.append(found[1])
+        facts.append((path, found[0]))
     return tuple(facts), places, tensors
 
 
@@ -233,10 +239,10 @@ class CapturedAdder(WaveAdder):
 
     def _own(self, path: Path) -> bool:
         """Whether clients own a value: a round in which all of them are new then needs no graphs of its own."""
-        leaves, _, common = range(3)
-        if isinstance(self.step, Judge) or path[0] == common:
+        group = path[0]
+        if group == _COMMON or isinstance(self.step, Judge):
             return False
-        return (path[0] != leaves and path[1] != "start") or self.desk.bound.specs[str(path[-1])].kept
+        return (group != _LEAVES and path[1] != "start") or self.desk.bound.specs[str(path[-1])].kept
 
     def _worth(self, shape: Hashable) -> bool:
         if shape not in self.met:
