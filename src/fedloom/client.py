@@ -26,7 +26,7 @@ from fedloom.slots import Judge, Phase, Program, Receive, Send, Stage, Sweep
 from fedloom.stepping import Stepper
 from fedloom.types import Batch, Inputs, Leaves, Memory, Message, Seen
 from fedloom.view import View
-from fedloom.work import ClientState, Participant, Post, Reply, Work
+from fedloom.work import ClientState, Participant, Post, Reply, Work, leaves_of, memories_of
 
 See = Callable[..., Seen]
 """What makes of a client's private part what the client sees: :meth:`Desk.see`, or the same with values at fixed addresses."""
@@ -150,19 +150,14 @@ class Desk:
 
     def _private(self, own: Particulars) -> dict[str, Any]:
         people, gather = self.participants, self.layout.gather
-
-        def memories(own: Sequence[Memory], like: Memory) -> Memory:
-            found: Memory = {}
-            for owner, names in like.items():
-                each = [memory[owner] for memory in own]
-                found[owner] = {k: gather([values[k] for values in each]) for k in names}
-            return found
-
-        fresh = self.bound.memory
+        memories = memories_of(people, self.bound.memory)
         return {
             "start": {},
-            "addressed": memories([p.addressed for p in people], people[0].addressed),
-            "memory": memories([{**fresh, **p.state.memory} for p in people], fresh),
+            "addressed": {
+                owner: {k: gather([p.addressed[owner][k] for p in people]) for k in names}
+                for owner, names in people[0].addressed.items()
+            },
+            "memory": {owner: {k: gather(v) for k, v in each.items()} for owner, each in memories.items()},
             "swept": {},
             "steps": {},
             **own.values,
@@ -214,7 +209,7 @@ class Desk:
             if not specs[name].kept or step.plain or (step.mirrored and specs[name].kind == "mirrored"):
                 start[name] = gather(everywhere)
                 continue
-            own = [p.state.leaves.get(name, value) for p in self.participants]
+            own = leaves_of(self.participants, name, value)
             gate = post.gate.get(name)
             if gate is None:
                 start[name] = gather(own)

@@ -185,9 +185,6 @@ class CohortMaxPool2d(nn.MaxPool2d):
         return size if plain and not self.return_indices and max(size) <= 8 else None
 
 
-LAST, PAD = True, True
-
-
 class _Chained(nn.Sequential):
     """A container that takes normalisation, ReLU and pooling at once where a kernel serves a cohort.
 
@@ -251,7 +248,8 @@ def _chain(parts: tuple[Any, ...], names: tuple[str | None, ...], at: int, x: Te
 def _pooled(parts: tuple[Any, ...], names: tuple[str | None, ...], at: int, x: Tensor) -> tuple[Tensor, int] | None:
     """As :func:`_chain`, of a convolution that all clients share, ReLU and pooling, where no gradient is asked for.
 
-    The bias is added where windows are read. Of shared filters cuDNN would add it in a pass over the whole map.
+    Channels lie last from here on: cuDNN would turn maps that way and back. The bias is added where windows are read; of shared
+    filters cuDNN would add it in a pass over the whole map.
     """
     behind = [i for i in range(at + 1, len(parts)) if type(parts[i]) is not nn.Identity][:2]
     if len(behind) < 2 or torch.is_grad_enabled():
@@ -268,21 +266,21 @@ def _pooled(parts: tuple[Any, ...], names: tuple[str | None, ...], at: int, x: T
         return None
     x, weight, bias = kernels.shortened(x, conv.weight, conv.bias)
     assert bias is not None
-    if LAST:
-        rows = x.permute(0, 2, 3, 1)
-        if PAD and rows.shape[3] == 3:
-            rows, weight = nn.functional.pad(rows, (0, 1)), nn.functional.pad(weight, (0, 0, 0, 0, 0, 1))
-        x = rows.contiguous().permute(0, 3, 1, 2)
-    made = conv._conv_forward(x, weight, None)
+    made = conv._conv_forward(*_last(x, weight), None)
     window = _window(pool, made.shape[2:], whole=False)
     if window is None:
         return made + bias[:, None, None], at + 1
-    if LAST:
-        y = kernels.acted_last(made, bias, window, six=type(relu) is nn.ReLU6)
-    else:
-        y = kernels.acted(made, window, six=type(relu) is nn.ReLU6, bias=bias)
+    y = kernels.acted_last(made, bias, window, six=type(relu) is nn.ReLU6)
     _tell(pool, made, y)
     return y, end
+
+
+def _last(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Pictures whose channels lie last, and filters for them; a fourth channel of zeros stands beside three, since fast kernels take four."""
+    rows = x.permute(0, 2, 3, 1)
+    if rows.shape[3] == 3:
+        rows, weight = nn.functional.pad(rows, (0, 1)), nn.functional.pad(weight, (0, 0, 0, 0, 0, 1))
+    return rows.contiguous().permute(0, 3, 1, 2), weight
 
 
 def _tell(part: nn.Module, x: Tensor, y: Tensor) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -185,7 +185,7 @@ class Run:
         replies = self._replies(bound, sent.post, people)
         sorting = server.Sorting(bound, self.state, replies)
         self._gone = None
-        self._foresee(round + 1, {r.id for r in replies})
+        self._foresee(round + 1, {r.id: r.state for r in replies}, sent.post)
         sorting.anticipate(lambda ids: self.cohort(ids, round))
         if meanwhile is not None and not any(sorting.faults):
             meanwhile(sent, replies)
@@ -205,8 +205,8 @@ class Run:
             self._gone = (people, sorting)
         return outcome, sent
 
-    def _foresee(self, round: int, before: Collection[str]) -> None:
-        """Lets the engine plan a round before the replies of the last one, whose clients are given, are waited for."""
+    def _foresee(self, round: int, before: Mapping[str, ClientState], post: Post) -> None:
+        """Lets the engine plan a round before the replies of the last one are waited for: what its clients will keep, and its post."""
         foresee = getattr(self.engine, "foresee", None)
         if foresee is None or (self.work.rounds is not None and round > self.work.rounds):
             return
@@ -214,11 +214,10 @@ class Run:
         def people() -> list[Participant]:
             drawn = self.drawn(round)
             asked = [i for i in drawn.ids if i not in drawn.dropped]
-            states = [ClientState(rounds=self.rounds_of(i) + (i in before)) for i in asked]
-            facts = zip(asked, states, strict=True)
+            facts = [(i, before.get(i) or self.state_of(i)) for i in asked]
             return [Participant(self.sites[i], state, share=drawn.shares.get(i, 1.0)) for i, state in facts]
 
-        foresee(self.at(round), self.work, round, people)
+        foresee(self.at(round), self.work, round, people, post)
 
     def _own_work(self, bound: Bound, round: int) -> None:
         """The server's own program: the server as one more participant, with the rows that it holds."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -62,6 +62,17 @@ class Participant:
     addressed: Memory = field(default_factory=dict)
     key: Hashable = None
     share: float = 1.0
+
+
+def leaves_of(people: Sequence[Participant], name: str, otherwise: Tensor) -> list[Tensor]:
+    """The clients' own values of a leaf, another where one has none."""
+    return [p.state.leaves.get(name, otherwise) for p in people]
+
+
+def memories_of(people: Sequence[Participant], fresh: Memory) -> dict[str, dict[str, list[Tensor]]]:
+    """The clients' values of each entry of their memory by owner; the fresh ones where they have none."""
+    own = [{**fresh, **p.state.memory} for p in people]
+    return {owner: {k: [memory[owner][k] for memory in own] for k in names} for owner, names in fresh.items()}
 
 
 @dataclass(frozen=True, slots=True)

@@ -242,3 +242,23 @@ def test_of_a_module_that_is_called_twice_the_last_call_counts() -> None:
     _, features, summaries = torch.vmap(out)(random(2, 5, 3, 8, 8).detach(), leaves)
     assert features["body.1"].shape == (2, 5, 4, 5, 5)
     assert not summaries
+
+
+@cuda
+@pytest.mark.parametrize("six", [False, True])
+@pytest.mark.parametrize(
+    ("shape", "window"), [((5, 3, 8, 10), (2, 3)), ((1, 1, 5, 4), (2, 2)), ((2, 33, 7, 7), (3, 1))]
+)
+def test_maps_whose_channels_lie_last(shape: tuple[int, ...], window: tuple[int, int], six: bool) -> None:
+    """Any order in memory, a remainder that no window has, and NaN for NaN."""
+    bias = random(shape[1]).detach()
+    x = 4 * random(2, *shape).detach()
+    x[0, 0, 0, 0, 1] = torch.nan
+    relu = F.relu6 if six else F.relu
+    theirs = torch.stack([F.max_pool2d(relu(client + bias[:, None, None]), window) for client in x])
+    turned = x.permute(0, 1, 3, 4, 2).contiguous().permute(0, 1, 4, 2, 3)
+    for each in (x, turned):
+        ours = torch.vmap(lambda client: kernels.acted_last(client, bias, window, six=six))(each)
+        assert torch.allclose(ours, theirs, atol=1e-12, equal_nan=True)
+        assert ours.isnan().sum() == 1
+        assert ours.permute(0, 1, 3, 4, 2).is_contiguous()

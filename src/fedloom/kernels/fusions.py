@@ -11,16 +11,15 @@ from torch import Tensor
 from fedloom.kernels.cohort import Pair, _Lifted, slopes
 
 
-def acted(x: Tensor, window: Pair, *, six: bool = False, bias: Tensor | None = None) -> Tensor:
+def acted(x: Tensor, window: Pair, *, six: bool = False) -> Tensor:
     """ReLU (of at most 6), then the maximum over windows that do not overlap, of one client inside ``vmap``.
 
     Args:
         x: (batch, channels, height, width).
         window: height and width of the windows.
         six: whether the activation ends at 6.
-        bias: of each channel, added to x before; without a gradient.
     """
-    y: Tensor = _Lifted.apply(_CohortActivation, x, window, six, torch.is_grad_enabled(), bias)  # type: ignore[no-untyped-call]
+    y: Tensor = _Lifted.apply(_CohortActivation, x, window, six, torch.is_grad_enabled())  # type: ignore[no-untyped-call]
     return y
 
 
@@ -130,10 +129,10 @@ class _CohortActivation(torch.autograd.Function):
     """x: (clients, batch, channels, height, width)."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, window: Pair, six: bool, keep: bool, bias: Tensor | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, window: Pair, six: bool, keep: bool) -> Tensor:
         from fedloom.kernels import patches
 
-        y, place, _ = patches.chained(x.contiguous(), window, None, six=six, keep=keep, added=bias)
+        y, place, _ = patches.chained(x.contiguous(), window, None, six=six, keep=keep)
         ctx.save_for_backward(place)
         ctx.window, ctx.size = window, x.shape
         return y
@@ -146,7 +145,7 @@ class _CohortActivation(torch.autograd.Function):
         clients, batch, channels, height, width = ctx.size
         size = torch.Size((clients, batch * channels, height, width))
         dx = patches.returned(dy.contiguous().flatten(1, 2), place.flatten(1, 2), size, ctx.window)
-        return dx.view(ctx.size), None, None, None, None
+        return dx.view(ctx.size), None, None, None
 
 
 class _CohortMaps(torch.autograd.Function):

@@ -192,13 +192,11 @@ def _unpool(
 
 @triton.jit
 def _before(raw, middle, factor, gain, shift, NORM: tl.constexpr, AFFINE: tl.constexpr, SUM: tl.constexpr):
-    """What a ReLU is given: x, normalised, or with a bias added."""
+    """What a ReLU is given: x, or x normalised."""
     if NORM:
         value = normal(raw, middle, factor, gain, shift, AFFINE, SUM)
     else:
         value = raw.to(SUM)
-        if AFFINE:
-            value += shift
     return value
 
 
@@ -230,7 +228,7 @@ def _opened(
 
 @triton.jit
 def _chain(
-    x, y, act, place, kept, mean, scale, weight, bias, planes, channels, step,
+    x, y, act, place, kept, mean, scale, weight, bias, planes, channels,
     H: tl.constexpr, W: tl.constexpr, OH: tl.constexpr, OW: tl.constexpr, R: tl.constexpr, S: tl.constexpr,
     NORM: tl.constexpr, AFFINE: tl.constexpr, SIX: tl.constexpr, ACT: tl.constexpr, KEEP: tl.constexpr, SUM: tl.constexpr,
     BP: tl.constexpr, BQ: tl.constexpr,
@@ -253,8 +251,6 @@ def _chain(
         if AFFINE:
             gain = tl.load(weight + channel, mask=row, other=0.0).to(SUM)[:, None]
             shift = tl.load(bias + channel, mask=row, other=0.0).to(SUM)[:, None]
-    elif AFFINE:
-        shift = tl.load(bias + client * step + plane % channels, mask=row, other=0.0).to(SUM)[:, None]
     best = tl.zeros((BP, BQ), SUM)
     winner = tl.zeros((BP, BQ), x.dtype.element_ty)
     spot = tl.zeros((BP, BQ), tl.uint8)
@@ -363,7 +359,6 @@ def chained(
     six: bool,
     keep: bool,
     act: Tensor | None = None,
-    added: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """The chain's output, the place of each window's maximum (255: no gradient) and ``x`` there.
 
@@ -374,7 +369,6 @@ def chained(
         six: whether the activation ends at 6.
         keep: whether a gradient may be asked for; places and values are None otherwise, or if there are no windows.
         act: what the ReLU returns is written here, if the windows fill the map.
-        added: a bias (clients, channels) that ``x`` still lacks, without ``norm``; clients may share it.
     """
     clients, batch, channels, height, width = x.shape
     rows, columns = height // window[0], width // window[1]
@@ -383,12 +377,12 @@ def chained(
     keep = keep and window != (1, 1)
     place = torch.empty_like(y, dtype=torch.uint8) if keep else None
     kept = torch.empty_like(y) if keep and norm is not None else None
-    mean, scale, weight, bias = (None, None, None, added) if norm is None else norm
+    mean, scale, weight, bias = (None,) * 4 if norm is None else norm
     planes = batch * channels
     high, across, grid = tile(planes, rows * columns, TILE if window == (1, 1) else TILE // 2)
     _chain[(*grid, clients)](
-        x, y, either(act, x), either(place, x), either(kept, x), either(mean, x), either(scale, x), either(weight, x), either(bias, x), planes, channels, 0 if added is None else added.stride(0),
+        x, y, either(act, x), either(place, x), either(kept, x), either(mean, x), either(scale, x), either(weight, x), either(bias, x), planes, channels,
         H=height, W=width, OH=rows, OW=columns, R=window[0], S=window[1], NORM=norm is not None,
-        AFFINE=bias is not None, SIX=six, ACT=act is not None, KEEP=keep, SUM=wide(x)[1], BP=high, BQ=across, num_warps=4,
+        AFFINE=weight is not None, SIX=six, ACT=act is not None, KEEP=keep, SUM=wide(x)[1], BP=high, BQ=across, num_warps=4,
     )  # fmt: skip
     return y, place, kept

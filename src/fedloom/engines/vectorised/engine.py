@@ -77,8 +77,10 @@ class VectorisedEngine:
             found |= {r.id: r for r in self._wave(bound, work, program, post, wave)}
         return [found[p.site.id] for p in participants]
 
-    def foresee(self, bound: Bound, work: Work, round: int, people: Callable[[], Sequence[Participant]]) -> None:
-        """Plans a round to come, where the device is still at work on the present one: on a CPU nothing is gained."""
+    def foresee(
+        self, bound: Bound, work: Work, round: int, people: Callable[[], Sequence[Participant]], post: Post
+    ) -> None:
+        """Plans a round to come, where the device is still at work on the present one, whose post is given: on a CPU nothing is gained."""
         there = next(iter(bound.start.values()))
         if self.instead is not None or not self._captures(there):
             return
@@ -89,6 +91,7 @@ class VectorisedEngine:
         wave = self._waves(bound, work, asked, there.device)[0]
         try:
             self.pools.foresee(bound, work, round, wave, SWEEP_GRAIN)
+            self.pools.stacks.foresee(bound, wave, post)
             self._ahead = Particulars(work, round, wave, Stacked(self.pools), there.device, bound.structure.dtype)
         except torch.OutOfMemoryError:  # there will be room when this round's replies are gone
             self.pools.clear()

@@ -23,6 +23,7 @@ from fedloom.client import sweep_size
 from fedloom.data import Rows
 from fedloom.engines.vectorised.plans import Plans
 from fedloom.engines.vectorised.shelves import Shelves
+from fedloom.engines.vectorised.stacks import Stacks
 from fedloom.slots import Sweep
 from fedloom.transfer import onto
 from fedloom.types import Batch, Inputs
@@ -85,10 +86,11 @@ class Pools:
     Attributes:
         plans: which of the rows make up steps.
         shelves: where batches of captured steps lie.
+        stacks: what clients keep, side by side.
     """
 
     def __init__(self) -> None:
-        self.plans, self.shelves = Plans(), Shelves()
+        self.plans, self.shelves, self.stacks = Plans(), Shelves(), Stacks()
         self._kept: OrderedDict[tuple[int, ...], Pool] = OrderedDict()
         self._held = 0
         self._ahead: tuple[Hashable, tuple[Any, ...], Feed] | None = None
@@ -169,6 +171,7 @@ class Pools:
     def clear(self) -> None:
         """Forgets all pools."""
         self._ahead = self._swept = None
+        self.stacks.clear()
         self._kept.clear()
         self._held = 0
 

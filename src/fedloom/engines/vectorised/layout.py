@@ -19,6 +19,7 @@ from fedloom.engines.vectorised import feed
 from fedloom.engines.vectorised.compiled import CompiledStepper, eligible
 from fedloom.engines.vectorised.graphed import Arenas, GraphedStepper
 from fedloom.engines.vectorised.mapping import over_clients
+from fedloom.engines.vectorised.stacks import same
 from fedloom.engines.vectorised.stepper import MappedStepper
 from fedloom.engines.vectorised.sweeping import CapturedAdder, Grounds, WaveAdder
 from fedloom.engines.vectorised.traced import Traces
@@ -52,10 +53,9 @@ class Stacked:
 
     def gather(self, values: Sequence[Tensor]) -> Tensor:
         """Stacks the clients' values; one value that all share is expanded, not copied."""
-        first = values[0]
-        if all(v is first for v in values):
-            return first.expand(len(values), *first.shape)
-        return torch.stack(list(values))
+        if same(values):
+            return values[0].expand(len(values), *values[0].shape)
+        return self.pools.stacks.of(values)
 
     def split(self, value: Tensor) -> Sequence[Tensor]:
         """The clients' values, as views."""

@@ -1,0 +1,51 @@
+"""What clients keep, stacked ahead: while the device is at work on a round, the host has what the next one begins with laid side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fedloom.bound import Bound
+from fedloom.work import Participant, Post, leaves_of, memories_of
+
+STACKED_BYTES = 1 << 28
+"""Most bytes that are stacked ahead."""
+
+
+class Stacks:
+    """Clients' values along a new axis 0, made when they are asked for unless they were foreseen.
+
+    Which are meant is told by the tensors themselves: where a reply is rejected, or other layers become personal, others are asked for.
+    """
+
+    def __init__(self) -> None:
+        self._ahead: dict[tuple[int, ...], tuple[Sequence[Tensor], Tensor]] = {}
+
+    def foresee(self, bound: Bound, people: Sequence[Participant], post: Post) -> None:
+        """Stacks what clients will begin with, after the post of an earlier round; what was foreseen before is forgotten."""
+        self._ahead = {}
+        off = post.off or ()
+        kept = [n for n in post.leaves if bound.specs[n].kept and (n not in post.gate or n in off)]
+        lists = [leaves_of(people, name, post.leaves[name]) for name in kept]
+        lists += [each for values in memories_of(people, bound.memory).values() for each in values.values()]
+        lists = [each for each in lists if not same(each)]
+        if sum([len(each) * each[0].nbytes for each in lists]) <= STACKED_BYTES:
+            # They are held, since they are told by their addresses.
+            self._ahead = {tuple(map(id, each)): (each, torch.stack(each)) for each in lists}
+
+    def of(self, values: Sequence[Tensor]) -> Tensor:
+        """The stack of some values, which is the caller's own."""
+        found = self._ahead.pop(tuple(map(id, values)), None)
+        return torch.stack(list(values)) if found is None else found[1]
+
+    def clear(self) -> None:
+        """Forgets what was foreseen."""
+        self._ahead = {}
+
+
+def same(values: Sequence[Tensor]) -> bool:
+    """Whether values are all the very same tensor."""
+    first = values[0]
+    return all(v is first for v in values)
