@@ -35,8 +35,8 @@ See = Callable[..., Seen]
 class Layout(Protocol):
     """How the tensors of the clients at work are laid out."""
 
-    def gather(self, values: Sequence[Tensor]) -> Tensor:
-        """Joins the clients' values of one tensor."""
+    def gather(self, values: Sequence[Tensor], *, apart: bool = False) -> Tensor:
+        """Joins the clients' values of one tensor; with ``apart`` each has its own, though all have the same."""
 
     def split(self, value: Tensor) -> Sequence[Tensor]:
         """The clients' values of one tensor."""
@@ -216,7 +216,7 @@ class Desk:
             elif post.off is None:
                 start[name] = torch.where(gate.bool(), gather(everywhere), gather(own))
             else:  # laid out alike, personal or not: captured sweeps tell tensors by how they lie
-                start[name] = gather(own if name in post.off else everywhere).contiguous()
+                start[name] = gather(own if name in post.off else everywhere, apart=True)
         rule = self.bound.method.partition.receive
         if rule is not None and step.rule and not step.plain:
             apply = rule

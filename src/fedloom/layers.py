@@ -266,21 +266,13 @@ def _pooled(parts: tuple[Any, ...], names: tuple[str | None, ...], at: int, x: T
         return None
     x, weight, bias = kernels.shortened(x, conv.weight, conv.bias)
     assert bias is not None
-    made = conv._conv_forward(*_last(x, weight), None)
+    made = conv._conv_forward(x.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2), weight, None)
     window = _window(pool, made.shape[2:], whole=False)
     if window is None:
         return made + bias[:, None, None], at + 1
     y = kernels.acted_last(made, bias, window, six=type(relu) is nn.ReLU6)
     _tell(pool, made, y)
     return y, end
-
-
-def _last(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Pictures whose channels lie last, and filters for them; a fourth channel of zeros stands beside three, since fast kernels take four."""
-    rows = x.permute(0, 2, 3, 1)
-    if rows.shape[3] == 3:
-        rows, weight = nn.functional.pad(rows, (0, 1)), nn.functional.pad(weight, (0, 0, 0, 0, 0, 1))
-    return rows.contiguous().permute(0, 3, 1, 2), weight
 
 
 def _tell(part: nn.Module, x: Tensor, y: Tensor) -> None:

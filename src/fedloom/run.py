@@ -185,8 +185,8 @@ class Run:
         replies = self._replies(bound, sent.post, people)
         sorting = server.Sorting(bound, self.state, replies)
         self._gone = None
-        self._foresee(round + 1, {r.id: r.state for r in replies}, sent.post)
         sorting.anticipate(lambda ids: self.cohort(ids, round))
+        self._foresee(round + 1, {r.id: r.state for r in replies}, replace(sent.post, leaves=sorting.leaves()))
         if meanwhile is not None and not any(sorting.faults):
             meanwhile(sent, replies)
         outcome = sorting.outcome(round)
@@ -206,7 +206,7 @@ class Run:
         return outcome, sent
 
     def _foresee(self, round: int, before: Mapping[str, ClientState], post: Post) -> None:
-        """Lets the engine plan a round before the replies of the last one are waited for: what its clients will keep, and its post."""
+        """Lets the engine plan a round before the replies of the last one are waited for, by what its clients keep and a post."""
         foresee = getattr(self.engine, "foresee", None)
         if foresee is None or (self.work.rounds is not None and round > self.work.rounds):
             return

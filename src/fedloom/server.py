@@ -220,6 +220,10 @@ class Sorting:
         self.asked.ask([draft.changed])
         self.ahead = (len(whole), draft)
 
+    def leaves(self) -> Leaves:
+        """The server's leaves as they will be, as far as that is known before the device is waited for."""
+        return (self.state if self.ahead is None else self.ahead[1].state).leaves
+
     def outcome(self, round: int) -> Outcome:
         """The replies, sorted: from here on the device is waited for."""
         outcome = Outcome()

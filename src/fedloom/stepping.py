@@ -143,9 +143,10 @@ class Stepper:
             lambda private, h, s: until(self.desk.see(private), h, s), self.private, self.history, step
         )
         self.going = now if self.going is None else self.going & now
-        if self._may_stop() and not bool(self.going.any()):
+        alone = self.going.dim() == 0  # of several, those that have stopped are held still meanwhile
+        if (alone or self._may_stop()) and not bool(self.going.any()):
             return False, active
-        if self.going.dim() == 0:
+        if alone:
             return True, None
         return True, self.going if active is None else active.bool() & self.going
 
@@ -253,7 +254,7 @@ class Stepper:
         return [OptState({k: [split(t)[0] for t in v] for k, v in s.slots.items()}, s.step) for s in self.states]
 
     def _may_stop(self) -> bool:
-        """Whether to look if all clients have stopped; on CUDA that waits for the device, hence not at every step."""
+        """Whether to look if all of several clients have stopped; on CUDA that waits for the device, hence not at every step."""
         return not self.private["n"].is_cuda or self.made % 16 == 0
 
     def _carry(self, init: Callable[..., Leaves]) -> Leaves:

@@ -14,6 +14,7 @@ from torch import nn
 
 import fedloom as fl
 from fedloom import server
+from fedloom.stepping import Stepper
 from tests.helpers import AWKWARD, bn_mlp, dropout_mlp, everything, federation, fit, gap, small_cnn
 
 METHOD_ARGUMENTS = {"fedaf": "(image_steps=4, image_lr=0.1, server_epochs=2)"}
@@ -114,3 +115,15 @@ def test_bad_client_leaves_the_others_alone() -> None:
         for name in right:
             if not name.startswith("1 "):
                 assert torch.equal(left[name], right[name]), name
+
+
+@pytest.mark.parametrize("engine", ["loop", "vectorised"])
+def test_a_phase_that_ends_by_itself_where_the_device_is_asked_now_and_then(
+    engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on CUDA: nobody moves who has stopped, and a client alone is asked at every step."""
+    options: dict[str, Any] = {"rounds": 3, "cohort": 2, "epochs": 1}
+    plain = fit("fedala", bn_mlp(), federation((9, 14, 5)), engine="loop", **options)
+    monkeypatch.setattr(Stepper, "_may_stop", lambda self: self.made % 16 == 0)
+    found = fit("fedala", bn_mlp(), federation((9, 14, 5)), engine=engine, **options)
+    assert gap(everything(plain), everything(found)) < 1e-10

@@ -24,7 +24,7 @@ from fedloom.work import Participant, Post, Reply, Work
 class Single:
     """The layout of one client: tensors as they are."""
 
-    def gather(self, values: Sequence[Tensor]) -> Tensor:
+    def gather(self, values: Sequence[Tensor], *, apart: bool = False) -> Tensor:
         """The only value."""
         return values[0]
 

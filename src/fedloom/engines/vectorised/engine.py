@@ -80,7 +80,10 @@ class VectorisedEngine:
     def foresee(
         self, bound: Bound, work: Work, round: int, people: Callable[[], Sequence[Participant]], post: Post
     ) -> None:
-        """Plans a round to come, where the device is still at work on the present one, whose post is given: on a CPU nothing is gained."""
+        """Plans a round to come, where the device is still at work on the present one: on a CPU nothing is gained.
+
+        The post need not be the one that will be sent; the more alike they are, the more there is to gain.
+        """
         there = next(iter(bound.start.values()))
         if self.instead is not None or not self._captures(there):
             return

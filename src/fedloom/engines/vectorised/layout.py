@@ -51,9 +51,9 @@ class Stacked:
         self.grounds = grounds
         self.grain = 1 if grounds is None or unpadded else feed.SWEEP_GRAIN
 
-    def gather(self, values: Sequence[Tensor]) -> Tensor:
-        """Stacks the clients' values; one value that all share is expanded, not copied."""
-        if same(values):
+    def gather(self, values: Sequence[Tensor], *, apart: bool = False) -> Tensor:
+        """Stacks the clients' values; one value that all share is expanded, not copied, unless each is to have its own."""
+        if not apart and same(values):
             return values[0].expand(len(values), *values[0].shape)
         return self.pools.stacks.of(values)
 

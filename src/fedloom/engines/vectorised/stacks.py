@@ -24,13 +24,18 @@ class Stacks:
         self._ahead: dict[tuple[int, ...], tuple[Sequence[Tensor], Tensor]] = {}
 
     def foresee(self, bound: Bound, people: Sequence[Participant], post: Post) -> None:
-        """Stacks what clients will begin with, after the post of an earlier round; what was foreseen before is forgotten."""
+        """Stacks what clients will begin with if they are sent such a post; what was foreseen before is forgotten."""
         self._ahead = {}
         off = post.off or ()
-        kept = [n for n in post.leaves if bound.specs[n].kept and (n not in post.gate or n in off)]
-        lists = [leaves_of(people, name, post.leaves[name]) for name in kept]
+        lists = [
+            leaves_of(people, name, leaf)
+            for name, leaf in post.leaves.items()
+            if bound.specs[name].kept and (name not in post.gate or name in off)
+        ]
         lists += [each for values in memories_of(people, bound.memory).values() for each in values.values()]
         lists = [each for each in lists if not same(each)]
+        if post.off is not None:
+            lists += [[post.leaves[name]] * len(people) for name in post.gate if name not in off]
         if sum([len(each) * each[0].nbytes for each in lists]) <= STACKED_BYTES:
             # They are held, since they are told by their addresses.
             self._ahead = {tuple(map(id, each)): (each, torch.stack(each)) for each in lists}
