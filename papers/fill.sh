@@ -7,7 +7,7 @@
 #   PLAN
 #
 # Every process goes through the lines of the plan; a case that one has taken no other takes, and cases that are in the log are not repeated.
-# No run begins that would end after SECONDS as far as the process knows (from its own earlier runs). Nothing is stopped on the way: under
+# No run begins that would end after SECONDS as far as the process knows (from its own earlier runs and the log's last ones). Nothing is stopped on the way: under
 # MPS a process that is killed at work takes the others with it. What each one says is in FILL_LOGS (by default a new folder).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

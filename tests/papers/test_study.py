@@ -74,6 +74,23 @@ def test_no_run_begins_that_would_end_too_late_and_a_failed_one_is_a_line(tmp_pa
     assert study.read(tmp_path / "other.jsonl") == []
 
 
+def test_how_long_a_run_takes_is_known_from_earlier_ones_on_the_same_data(tmp_path: Path) -> None:
+    def run(case: study.Case) -> dict[str, Any]:
+        made.append(case["data"])
+        return {"accuracy": 0.5}
+
+    made: list[str] = []
+    log = tmp_path / "log.jsonl"
+    known = [("long", "cpu", 500.0), ("long", "cpu", 300.0), ("short", "another", 900.0), ("short", "cpu", 1.0)]
+    lines = [{"case": {"data": d, "seed": i}, "device": at, "wall": w} for i, (d, at, w) in enumerate(known)]
+    log.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    cases = [{"data": data, "seed": 9} for data in ("long", "short", "new")]
+    study.play(cases, run, log, options(stop_after=200.0))
+    assert made == ["short", "new"]
+    study.play(cases, run, log, options(stop_after=600.0))
+    assert made == ["short", "new", "long"]
+
+
 def test_differences_are_paired_by_seed() -> None:
     def lines(values: dict[int, float]) -> list[dict[str, Any]]:
         return [{"case": {"seed": s}, "found": {"accuracy": v}} for s, v in values.items()]
