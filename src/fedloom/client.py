@@ -311,7 +311,8 @@ class Desk:
             some: Sequence[Stage], message: Message, memory: Memory, leaves: Leaves, private: dict[str, Any]
         ) -> tuple[Message, Memory]:
             seen = self.see(private, leaves)
-            seen = replace(seen, gate={n: v for n, v in seen.gate.items() if n in off})  # those absent are shared
+            gate = {n: v for n, v in seen.gate.items() if n in off}  # those absent are shared
+            seen = replace(seen, gate=gate, personal=self.post.off or ())
             memory = dict(memory)
             for stage in some:
                 message, kept = stage.fn(message, memory.get(stage.owner, {}), seen)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -215,6 +215,7 @@ class Seen:
         specs: the facts of every leaf.
         rates: learning rate of each phase in this round.
         momenta: momentum of each phase's SGD; 0 without, and for other optimisers.
+        personal: gated leaves of which the host knows that they are personal in this round (in upload stages only).
     """
 
     received: Leaves
@@ -238,6 +239,16 @@ class Seen:
     specs: Mapping[str, LeafSpec] = field(default_factory=dict)
     rates: Mapping[str, float] = field(default_factory=dict)
     momenta: Mapping[str, float] = field(default_factory=dict)
+    personal: Collection[str] = ()
+
+    def base(self, name: str) -> Tensor:
+        """What a leaf that travels is measured from: the received one, or the client's own start where it is personal in this round."""
+        gate = self.gate.get(name)
+        if gate is None:
+            return self.received[name]
+        if name in self.personal:
+            return self.start[name]
+        return torch.where(gate.bool(), self.received[name], self.start[name])
 
     def gated(self, name: str, value: Tensor) -> Tensor:
         """``value`` where the leaf is shared in this round, zero where it is personal (exact: times 0 or 1)."""

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import fedloom as fl
 from fedloom.aggregators import similarity
 from fedloom.plugins.lag import VALUE, conflicts, gram, spread
+from fedloom.types import Seen
 from tests.helpers import bn_mlp, everything, federation, fit, gap, identical, mlp, mostly_slow, own, run_of, shared
 
 DATA = federation((9, 14, 5, 8))
@@ -323,3 +324,17 @@ def test_an_upload_of_a_whole_wave_is_that_of_its_clients(norm: Literal["shared"
     a, b = (fit(m, bn_mlp(), DATA, rounds=3, epochs=1, cohort=3, engine="vectorised") for m in (method, mapped))
     assert any(record["lag"]["personal"] for record in a.history)
     assert identical(everything(a), everything(b))
+
+
+def test_what_a_personal_leaf_is_measured_from() -> None:
+    """The client's own start; no operation is made for it where the host knows that it is personal."""
+    names, one = ("shared", "personal", "plain"), torch.ones(())
+    received, start = ({n: torch.full((2,), v + i) for i, n in enumerate(names)} for v in (0.0, 10.0))
+    rest = {key: {} for key in ("broadcast", "addressed", "memory", "swept", "steps")}
+    gates = {"shared": one, "personal": 0 * one}
+    seen = Seen(received=received, start=start, gate=gates, n=one, counts=one, first=one, noise=one, **rest)
+    for personal in ((), ("personal",)):
+        told = replace(seen, personal=personal)
+        assert [told.base(n).tolist() for n in names] == [[0.0, 0.0], [11.0, 11.0], [2.0, 2.0]]
+    assert told.base("personal") is start["personal"]
+    assert told.base("plain") is received["plain"]

@@ -17,15 +17,7 @@ from fedloom.view import View
 
 def received_leaves(seen: Seen, names: tuple[str, ...]) -> Leaves:
     """The received model; leaves that stay with the client are its own at the start of the round."""
-    found: Leaves = {}
-    for name in names:
-        if not seen.specs[name].sent:
-            found[name] = seen.start[name]
-        elif name in seen.gate:
-            found[name] = torch.where(seen.gate[name].bool(), seen.received[name], seen.start[name])
-        else:
-            found[name] = seen.received[name]
-    return found
+    return {name: seen.base(name) if seen.specs[name].sent else seen.start[name] for name in names}
 
 
 def teacher(view: View, seen: Seen, leaves: Leaves | None = None) -> View:

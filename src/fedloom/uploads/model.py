@@ -37,10 +37,7 @@ def send_model(weight: str = "n", *, buffers: str = "n", log: bool = False) -> S
             if not spec.floating:
                 counters[spec.name] = seen.final[spec.name]
                 continue
-            base = seen.received[spec.name]
-            if spec.name in seen.gate:
-                base = torch.where(seen.gate[spec.name].bool(), base, seen.start[spec.name])
-            bases[spec.name] = base
+            bases[spec.name] = seen.base(spec.name)
         finals = [seen.final[name] for name in bases]
         moved = tree.by_list(torch._foreach_sub, torch.sub, finals, list(bases.values()))
         delta: Leaves = {}
