@@ -193,13 +193,15 @@ class _Chained(nn.Sequential):
     """
 
     _chain_names: tuple[str | None, ...]  # of its layers in the whole model; None for those that no chain may have
+    _chain_last: bool  # whether maps may have their channels last behind it
 
     def forward(self, input: Any) -> Any:
         parts, at = tuple(self._modules.values()), 0
         while at < len(parts):
             taken = None
             if FUSE and isinstance(input, Tensor):
-                taken = _chain(parts, self._chain_names, at, input) or _pooled(parts, self._chain_names, at, input)
+                names, last = self._chain_names, self._chain_last
+                taken = _chain(parts, names, at, input) or _pooled(parts, names, at, input, last=last)
             input, at = (parts[at](input), at + 1) if taken is None else taken
         return input
 
@@ -245,11 +247,13 @@ def _chain(parts: tuple[Any, ...], names: tuple[str | None, ...], at: int, x: Te
     return made[0], end
 
 
-def _pooled(parts: tuple[Any, ...], names: tuple[str | None, ...], at: int, x: Tensor) -> tuple[Tensor, int] | None:
+def _pooled(
+    parts: tuple[Any, ...], names: tuple[str | None, ...], at: int, x: Tensor, *, last: bool
+) -> tuple[Tensor, int] | None:
     """As :func:`_chain`, of a convolution that all clients share, ReLU and pooling, where no gradient is asked for.
 
-    Channels lie last from here on: cuDNN would turn maps that way and back. The bias is added where windows are read; of shared
-    filters cuDNN would add it in a pass over the whole map.
+    Channels lie last, and stay so where the model allows it (``last``): cuDNN would turn maps that way and back. The bias is added
+    where windows are read; of shared filters cuDNN would add it in a pass over the whole map.
     """
     behind = [i for i in range(at + 1, len(parts)) if type(parts[i]) is not nn.Identity][:2]
     if len(behind) < 2 or torch.is_grad_enabled():
@@ -258,7 +262,7 @@ def _pooled(parts: tuple[Any, ...], names: tuple[str | None, ...], at: int, x: T
     if type(conv) is not CohortConv2d or type(relu) not in _RELUS or type(pool) is not CohortMaxPool2d:
         return None
     own = conv.bias is None or any(map(_inside, (conv.weight, conv.bias)))
-    if own or x.dim() != 4 or not x.numel() or not kernels.serves(x):
+    if own or pool.window() is None or x.dim() != 4 or not x.numel() or not kernels.serves(x):
         return None
     end = behind[1] + 1
     heard = _heard(parts[at:end], names[at:end], current())
@@ -271,6 +275,7 @@ def _pooled(parts: tuple[Any, ...], names: tuple[str | None, ...], at: int, x: T
     if window is None:
         return made + bias[:, None, None], at + 1
     y = kernels.acted_last(made, bias, window, six=type(relu) is nn.ReLU6)
+    y = y if last else y.contiguous()
     _tell(pool, made, y)
     return y, end
 
@@ -351,6 +356,7 @@ def prepare(module: nn.Module) -> None:
             alone = [c is not None and places[id(c)] == 1 and "forward" not in vars(c) for c in part._modules.values()]
             names = [f"{path}.{name}" if path else name for name in part._modules]
             vars(part)["_chain_names"] = tuple(n if ok else None for n, ok in zip(names, alone, strict=True))
+            vars(part)["_chain_last"] = False
             vars(part)["forward"] = MethodType(_Chained.forward, part)
 
 
@@ -369,7 +375,7 @@ def restore(module: nn.Module) -> None:
         if isinstance(part, nn.RNNBase):
             part._flat_weights = [getattr(part, name) for name in part._flat_weights_names]
         if getattr(vars(part).get("forward"), "__func__", None) is _Chained.forward:
-            del vars(part)["forward"], vars(part)["_chain_names"]
+            del vars(part)["forward"], vars(part)["_chain_names"], vars(part)["_chain_last"]
 
 
 def is_norm(module: nn.Module) -> bool:

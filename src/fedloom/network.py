@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedloom import frames, layers, overwrites, rng
+from fedloom import frames, layers, orders, overwrites, rng, tree
 from fedloom.errors import UserError
 from fedloom.structure import Call, LeafInfo, Structure
 from fedloom.types import Inputs, Leaves
@@ -237,13 +237,9 @@ def build(
     network.start = {leaf.name: state[leaf.name].detach().clone() for leaf in network.structure.leaves}
     network.channels_last = _runs_channels_last(network, sample)
     network._lasting = overwrites.lasting(module, lambda part: _called(part, prepared), _tensor_of, head_name)
+    orders.settle(module, lambda: network(tree.clone(network.start), sample, frames.Frame(), train=False))
+    network._load(network.start)
     return network
-
-
-def suited(value: Tensor) -> Tensor:
-    """A leaf in the layout in which convolutions are faster on a CPU: filters with their channels last."""
-    fits = value.dim() == 4 and value.is_floating_point()
-    return value.to(memory_format=torch.channels_last) if fits else value
 
 
 def _runs_channels_last(network: Network, sample: Inputs) -> bool:
@@ -260,7 +256,7 @@ def _runs_channels_last(network: Network, sample: Inputs) -> bool:
     outputs: list[Tensor] = []
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            for fn in (torch.clone, suited):
+            for fn in (torch.clone, orders.suited):
                 for train in (False, True):
                     leaves = {k: fn(v.clone()) for k, v in network.start.items()}
                     torch.manual_seed(0)

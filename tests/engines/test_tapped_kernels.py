@@ -17,7 +17,7 @@ from fedloom import frames, kernels, layers
 from fedloom.engines.vectorised import VectorisedEngine
 from fedloom.view import View
 from tests.engines.test_kernels import DEVICE, Cohort, compare, cuda, random, same, taken
-from tests.helpers import everything, gap
+from tests.helpers import everything, federation, fit, gap
 
 __all__ = ["taken"]  # a fixture
 
@@ -262,3 +262,52 @@ def test_maps_whose_channels_lie_last(shape: tuple[int, ...], window: tuple[int,
         assert torch.allclose(ours, theirs, atol=1e-12, equal_nan=True)
         assert ours.isnan().sum() == 1
         assert ours.permute(0, 1, 3, 4, 2).is_contiguous()
+
+
+class Viewing(nn.Module):
+    """Flattens a pooled map, with ``view`` if asked, which needs the plain order in memory."""
+
+    def __init__(self, flatten: str, pool: nn.Module) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(3, 5, 3, padding=1), nn.ReLU(), pool)
+        width = self.body(torch.zeros(1, 3, 8, 10)).numel()
+        self.flatten, self.head = flatten, nn.Linear(width, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.body(x)
+        made: Tensor = self.head(getattr(z, self.flatten)(len(z), -1))
+        return made
+
+
+@cuda
+@pytest.mark.parametrize("pool", [nn.MaxPool2d(2), nn.MaxPool2d(3, 2)], ids=["apart", "overlapping"])
+@pytest.mark.parametrize("flatten", ["view", "reshape"])
+def test_channels_stay_last_unless_the_model_depends_on_the_order(
+    flatten: str, pool: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built, x, met = Cohort(Viewing(flatten, pool)).net, random(2, 7, 3, 8, 10).detach(), list[bool]()
+    plain = kernels.acted_last
+
+    def acted(*args: Any, **options: Any) -> Tensor:
+        met.append(True)
+        return plain(*args, **options)
+
+    monkeypatch.setattr(kernels, "acted_last", acted)
+    with torch.no_grad():
+        ours = torch.vmap(lambda x: built(built.start, x, frames.Frame(), train=False))(x)
+        monkeypatch.setattr(layers, "FUSE", False)
+        theirs = torch.vmap(lambda x: built(built.start, x, frames.Frame(), train=False))(x)
+    assert torch.allclose(ours, theirs, atol=1e-12)
+    assert any(met) == (pool.kernel_size == 2)
+    assert [part._chain_last for part in built.module.modules() if "_chain_last" in vars(part)] == [
+        flatten == "reshape" and pool.kernel_size == 2
+    ]
+
+
+@cuda
+def test_a_sweep_at_what_was_received_by_a_model_that_views() -> None:
+    """Its filters are everybody's whatever else is tried."""
+    data = federation((9, 14, 5), (3, 8, 10), classes=2)
+    model = partial(Viewing, "view", nn.MaxPool2d(2))
+    a, b = (fit("qfedavg", model, data, engine=e, rounds=2, device=DEVICE) for e in ("loop", VectorisedEngine()))
+    assert gap(everything(a), everything(b)) < 1e-9

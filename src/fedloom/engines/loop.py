@@ -13,7 +13,7 @@ from fedloom.batches import SWEEP_BATCH
 from fedloom.bound import Bound, BoundPhase
 from fedloom.client import Adder, Desk
 from fedloom.data import Rows
-from fedloom.network import suited
+from fedloom.orders import suited
 from fedloom.slots import Judge, Program, Sweep
 from fedloom.stepping import Stepper
 from fedloom.transfer import onto
