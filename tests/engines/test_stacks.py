@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,9 +11,11 @@ import torch
 from torch import Tensor
 
 import fedloom as fl
+from fedloom import server
 from fedloom.engines.vectorised import VectorisedEngine, stacks
 from fedloom.engines.vectorised.stacks import Stacks
-from tests.helpers import everything, federation, fit, gap
+from fedloom.work import ClientState, Participant
+from tests.helpers import everything, federation, fit, gap, run_of
 
 DATA = federation((24, 30, 24, 18, 24, 24))
 OPTIONS: dict[str, Any] = {"cohort": 4, "epochs": 1, "batch_size": 12, "rounds": 6}
@@ -75,3 +78,17 @@ def test_no_more_than_there_is_room_for(found: list[bool], monkeypatch: pytest.M
     result("scaffold")
     assert found
     assert not any(found)
+
+
+def test_what_clients_keep_is_given_up_though_their_steps_are_planned() -> None:
+    run = run_of(fit("fedavg", data=DATA, engine=VectorisedEngine(step="graphed"), **OPTIONS))
+    ids = list(run.sites)
+    post = server.plain_dispatch(run.bound, run.state, run.cohort(ids, 7)).post
+    states = [ClientState(memory={"before": {"value": torch.zeros(3)}}) for _ in ids]
+    held = [weakref.ref(state.memory["before"]["value"]) for state in states]
+    box = [[Participant(run.sites[name], state) for name, state in zip(ids, states, strict=True)]]
+    del states
+    assert isinstance(run.engine, VectorisedEngine)
+    run.engine.foresee(run.bound, run.work, 7, box.pop, post)
+    assert run.engine.pools._ahead is not None
+    assert not any(ref() is not None for ref in held)

@@ -104,7 +104,8 @@ class Pools:
             return
         phase = bound.phases[phases[0].name]
         name, feed = _name(bound, work, round, phase, wave), self.feed(bound, work, round, phase, wave)
-        self._ahead = (name, (bound, work, wave), feed)  # these are held, since the name tells them by their addresses
+        # These are held, since the name tells them by their addresses; not what the clients keep.
+        self._ahead = (name, (bound, work, [p.site for p in wave]), feed)
         shelf = self.shelves.known_of(feed)
         if shelf is not None and feed.ticks:
             shelf.offer(feed, 0)
