@@ -264,6 +264,16 @@ def test_maps_whose_channels_lie_last(shape: tuple[int, ...], window: tuple[int,
         assert ours.permute(0, 1, 3, 4, 2).is_contiguous()
 
 
+@cuda
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_maps_of_short_types(dtype: torch.dtype) -> None:
+    x, bias = random(2, 5, 3, 8, 10).detach().to(dtype), random(3).detach().to(dtype)
+    ours = torch.vmap(lambda client: kernels.acted_last(client, bias, (2, 2)))(x)
+    assert ours.dtype is dtype
+    theirs = torch.stack([F.max_pool2d(F.relu(client + bias[:, None, None]), 2) for client in x])
+    assert torch.allclose(ours, theirs, rtol=1 / 64)
+
+
 class Viewing(nn.Module):
     """Flattens a pooled map, with ``view`` if asked, which needs the plain order in memory."""
 

@@ -27,14 +27,14 @@ def _windows(
     channel, window = q % C, q // C
     picture, i, j = window // (OH * OW), (window // OW) % OH, window % OW
     corner = x + ((picture * H + i * R) * W + j * S) * C + channel
-    best = tl.load(corner, mask=here, other=0.0)
+    best = tl.load(corner, mask=here, other=0.0).to(SUM)
     for r in tl.static_range(R):
         for s in tl.static_range(S):
             if r + s > 0:
-                value = tl.load(corner + (r * W + s) * C, mask=here, other=0.0)
+                value = tl.load(corner + (r * W + s) * C, mask=here, other=0.0).to(SUM)
                 best = tl.where((value > best) | (value != value), value, best)
-    shift = tl.load(bias + channel, mask=here, other=0.0)
-    tl.store(y + q, rectified(best.to(SUM) + shift.to(SUM), SIX).to(y.dtype.element_ty), mask=here)
+    shift = tl.load(bias + channel, mask=here, other=0.0).to(SUM)
+    tl.store(y + q, rectified(best + shift, SIX).to(y.dtype.element_ty), mask=here)
 
 
 def windowed(x: Tensor, bias: Tensor, window: tuple[int, int], *, six: bool) -> Tensor:
