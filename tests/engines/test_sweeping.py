@@ -22,7 +22,7 @@ from fedloom.slots import Sweep
 from fedloom.tasks.builtin import TASKS
 from fedloom.types import Batch, Leaves, Seen
 from fedloom.view import View
-from tests.helpers import bn_mlp, everything, federation, fit, gap, identical, small_cnn
+from tests.helpers import bn_mlp, everything, federation, fit, gap, identical, run_of, small_cnn
 
 UNEQUAL = federation((1, 7, 64, 65, 200, 300))
 EQUAL = federation((140,) * 4)
@@ -311,3 +311,14 @@ def test_parity_on_cuda(method: str, data: fl.Federation) -> None:
     same(a, b, 1e-9)
     assert engine.grounds.known
     assert engine.arenas.notes == []
+
+
+def test_a_tensor_that_clients_own_and_share_has_two_addresses() -> None:
+    """In the next sweep that lies alike, what they own may be another one."""
+    one = torch.ones(3).expand(4, 3)
+    bound = run_of(fit("fedavg", rounds=1)).bound
+    values = ({"w": one}, {"memory": one}, {"received": one})
+    ground = sweeping.Ground(values, {}, bound, lambda path: path[-1] == "memory")
+    assert ground.leaves["w"] is ground.common["received"]
+    assert ground.private["memory"].data_ptr() != ground.leaves["w"].data_ptr()
+    assert ground.private["memory"].stride() == (3, 1)

@@ -99,13 +99,15 @@ class Ground:
     def __init__(self, values: tuple[Any, ...], sums: Leaves, bound: Bound, own: Callable[[Path], bool]) -> None:
         _, places, tensors = distinct(values, own)
         self.tensors = [torch.empty_like(t) for t in tensors]
-        here: dict[int, Tensor] = {}
-        for value, (place, dims) in zip(tree.spread(values).values(), places, strict=True):
+        flat, shape = pytree.tree_flatten(values)
+        here: dict[tuple[int, int], Tensor] = {}  # by place too: one that is owned and shared has two
+        for value, (place, dims) in zip(flat, places, strict=True):
             static = self.tensors[place]
             for dim in dims:
                 static = static.unsqueeze(dim)
-            here[id(value)] = static.expand(value.shape)
-        self.leaves, self.private, self.common = pytree.tree_map(lambda t: here[id(t)], values)
+            here[id(value), place] = static.expand(value.shape)
+        found = [here[id(value), place] for value, (place, _) in zip(flat, places, strict=True)]
+        self.leaves, self.private, self.common = pytree.tree_unflatten(found, shape)
         self.sums = {k: torch.zeros_like(v, memory_format=torch.contiguous_format) for k, v in sums.items()}
         self.graphs: OrderedDict[Hashable, tuple[Replay, Shelf, Types]] = OrderedDict()
         self.bound = bound
