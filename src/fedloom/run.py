@@ -127,6 +127,11 @@ class Run:
         counted = getattr(self.clients, "rounds", None)  # a store knows it without reading what the client keeps
         return self.state_of(name).rounds if counted is None else int(counted(name))
 
+    def _at_hand(self, name: str) -> ClientState:
+        """What a client keeps; where it lies on disk, how often it has taken part alone."""
+        held = getattr(self.clients, "held", self.clients.get)
+        return held(name) or ClientState(rounds=self.rounds_of(name))
+
     # One round.
 
     def setup(self) -> None:
@@ -214,7 +219,7 @@ class Run:
         def people() -> list[Participant]:
             drawn = self.drawn(round)
             asked = [i for i in drawn.ids if i not in drawn.dropped]
-            facts = [(i, before.get(i) or self.state_of(i)) for i in asked]
+            facts = [(i, before.get(i) or self._at_hand(i)) for i in asked]
             return [Participant(self.sites[i], state, share=drawn.shares.get(i, 1.0)) for i, state in facts]
 
         foresee(self.at(round), self.work, round, people, post)

@@ -14,6 +14,7 @@ import fedloom as fl
 from fedloom import server
 from fedloom.engines.vectorised import VectorisedEngine, stacks
 from fedloom.engines.vectorised.stacks import Stacks
+from fedloom.store import clients, segments
 from fedloom.work import ClientState, Participant
 from tests.helpers import everything, federation, fit, gap, run_of
 
@@ -92,3 +93,23 @@ def test_what_clients_keep_is_given_up_though_their_steps_are_planned() -> None:
     run.engine.foresee(run.bound, run.work, 7, box.pop, post)
     assert run.engine.pools._ahead is not None
     assert not any(ref() is not None for ref in held)
+
+
+@pytest.mark.parametrize("limit", [1, 20_000])
+def test_nothing_is_read_from_disk_ahead(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It might have to make room again before the round begins."""
+    plain, reads = segments.Segment.read, list[int]()
+
+    def read(self: segments.Segment, *args: Any) -> ClientState:
+        reads.append(1)
+        return plain(self, *args)
+
+    monkeypatch.setattr(segments.Segment, "read", read)
+    monkeypatch.setattr(clients, "LIMIT", limit)
+    data, counted = federation((24,) * 12), list[int]()
+    for _ in range(2):
+        reads.clear()
+        fit("ditto", data=data, engine=VectorisedEngine(step="graphed"), evaluate={"every": 0}, **OPTIONS)
+        counted.append(len(reads))
+        monkeypatch.setattr(VectorisedEngine, "foresee", lambda *args: None)
+    assert 0 < counted[0] <= counted[1]
