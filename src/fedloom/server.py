@@ -100,8 +100,9 @@ def opening(bound: Bound) -> ServerState:
 
 
 def handed_over(bound: Bound, state: ServerState) -> ServerState:
-    """The server when another method takes over: what that method brings is as before round one, the rest goes on."""
-    return replace(state, leaves={**bound.start, **state.leaves}, memory={**bound.server_memory, **state.memory})
+    """The server when another method takes over: what both have goes on, what the new one brings is as before round one."""
+    leaves = {name: state.leaves.get(name, value) for name, value in bound.start.items()}
+    return replace(state, leaves=leaves, memory={**bound.server_memory, **state.memory})
 
 
 def dispatch(bound: Bound, state: ServerState, cohort: Cohort) -> tuple[ServerState, Dispatch]:

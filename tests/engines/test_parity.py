@@ -6,6 +6,7 @@ A new method is covered as soon as it is registered; ``CASES`` holds only those 
 from __future__ import annotations
 
 import inspect
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,9 +14,10 @@ import torch
 from torch import nn
 
 import fedloom as fl
-from fedloom import server
+from fedloom import expr, server
+from fedloom.record import Method
 from fedloom.stepping import Stepper
-from tests.helpers import AWKWARD, bn_mlp, dropout_mlp, everything, federation, fit, gap, small_cnn
+from tests.helpers import AWKWARD, bn_mlp, dropout_mlp, everything, federation, fit, gap, shared, small_cnn
 
 METHOD_ARGUMENTS = {"fedaf": "(image_steps=4, image_lr=0.1, server_epochs=2)"}
 """Arguments for methods whose defaults ask for very many steps, in which rounding grows."""
@@ -56,7 +58,7 @@ def stages_are_functions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "_aggregated", twice)
 
 
-def compare(method: str, model: Any, data: fl.Federation, tolerance: float, **options: Any) -> None:
+def compare(method: str | Method, model: Any, data: fl.Federation, tolerance: float, **options: Any) -> None:
     try:
         a = fit(method, model, data, engine="loop", **options)
     except fl.UserError as error:
@@ -127,3 +129,12 @@ def test_a_phase_that_ends_by_itself_where_the_device_is_asked_now_and_then(
     monkeypatch.setattr(Stepper, "_may_stop", lambda self: self.made % 16 == 0)
     found = fit("fedala", bn_mlp(), federation((9, 14, 5)), engine=engine, **options)
     assert gap(everything(plain), everything(found)) < 1e-10
+
+
+@pytest.mark.parametrize("first", ["ditto", "fedavg + isr", "fedaims", "fedala", "scaffold"])
+def test_a_method_that_hands_over_to_one_with_fewer_leaves(first: str) -> None:
+    """The second one finds its own leaves and no others."""
+    method, data = replace(expr.method(first), then=(2, fl.fedavg())), federation((6, 9, 5), (1, 6, 6))
+    compare(method, small_cnn(), data, 1e-10, rounds=4, batch_size=4)
+    found, plain = (fit(m, small_cnn(), data, rounds=4, batch_size=4) for m in (method, "fedavg"))
+    assert shared(found).keys() == shared(plain).keys()
