@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -17,10 +17,21 @@ def suited(value: Tensor) -> Tensor:
     return value.to(memory_format=torch.channels_last) if fits else value
 
 
+def indifferent(run: Callable[[bool], Sequence[Tensor]], device: torch.device) -> bool:
+    """Whether a model returns the same in both orders: ``run(turned)`` calls it on a sample, on a device.
+
+    One that calls ``view`` on a map that is turned fails; ``flatten`` and ``reshape`` are fine.
+    """
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            pairs = zip(run(False), run(True), strict=True)
+            return all(torch.allclose(plain, turned, rtol=1e-2, atol=1e-3) for plain, turned in pairs)
+    except Exception:
+        return False
+
+
 def settle(module: nn.Module, run: Callable[[], Tensor]) -> None:
     """Lets pooled maps keep their channels last where kernels make them so, unless the model depends on their order.
-
-    One that calls ``view`` on them does; ``flatten`` and ``reshape`` are fine.
 
     Args:
         module: the model, prepared.
@@ -31,14 +42,15 @@ def settle(module: nn.Module, run: Callable[[], Tensor]) -> None:
     first = next(module.parameters(), None)
     if not chained or not pools or first is None or not present(first):
         return
-    with torch.no_grad(), torch.random.fork_rng(devices={first.device} if first.is_cuda else ()):
-        plain = run()
-        hooks = [pool.register_forward_hook(lambda _, args, y: suited(y)) for pool in pools]
+
+    def called(turned: bool) -> list[Tensor]:
+        hooks = [pool.register_forward_hook(lambda _, args, y: suited(y)) for pool in pools if turned]
         try:
-            same = torch.allclose(run(), plain, rtol=1e-2, atol=1e-3)
-        except Exception:
-            same = False
-    for hook in hooks:
-        hook.remove()
+            return [run()]
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    last = indifferent(called, first.device)
     for part in chained:
-        vars(part)["_chain_last"] = same
+        vars(part)["_chain_last"] = last
