@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedloom import rng
+from fedloom import rng, tree
 from fedloom.aggregators.similarity import (
     at_once,
     coordinates,
@@ -92,7 +92,7 @@ def sampled(
     def keep(memory: Leaves, told: Mapping[str, Array], cohort: Cohort) -> Leaves:
         kind = memory["facts"].dtype
         # Copied one by one: a view would keep those of the whole cohort for as long as one is kept.
-        each = [torch.from_numpy(row.copy()).to(kind) for row in told["vectors"]]
+        each = tree.copies(torch.from_numpy(told["vectors"]).to(kind).unbind())
         made = dict(zip([f"{LATEST}{name}" for name in cohort.ids], each, strict=True))
         if period > 1 and cohort.round % period == 0:
             made |= {USED + k.removeprefix(LATEST): v for k, v in (memory | made).items() if k.startswith(LATEST)}
