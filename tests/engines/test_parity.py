@@ -15,6 +15,7 @@ from torch import nn
 
 import fedloom as fl
 from fedloom import expr, server
+from fedloom.engines.vectorised import VectorisedEngine
 from fedloom.record import Method
 from fedloom.stepping import Stepper
 from tests.helpers import AWKWARD, bn_mlp, dropout_mlp, everything, federation, fit, gap, shared, small_cnn
@@ -138,3 +139,5 @@ def test_a_method_that_hands_over_to_one_with_fewer_leaves(first: str) -> None:
     compare(method, small_cnn(), data, 1e-10, rounds=4, batch_size=4)
     found, plain = (fit(m, small_cnn(), data, rounds=4, batch_size=4) for m in (method, "fedavg"))
     assert shared(found).keys() == shared(plain).keys()
+    ahead = fit(method, small_cnn(), data, rounds=4, batch_size=4, engine=VectorisedEngine(step="graphed"))
+    assert gap(everything(found), everything(ahead)) < 1e-10

@@ -27,15 +27,13 @@ class Stacks:
         """Stacks what clients will begin with if they are sent such a post; what was foreseen before is forgotten."""
         self._ahead = {}
         off = post.off or ()
-        lists = [
-            leaves_of(people, name, leaf)
-            for name, leaf in post.leaves.items()
-            if bound.specs[name].kept and (name not in post.gate or name in off)
-        ]
+        # Of an earlier method that hands over, the post may lack leaves and gates of this one, and have others.
+        kept = [n for n, spec in bound.specs.items() if spec.kept and n in post.leaves]
+        lists = [leaves_of(people, n, post.leaves[n]) for n in kept if n not in post.gate or n in off]
         lists += [each for values in memories_of(people, bound.memory).values() for each in values.values()]
         lists = [each for each in lists if not same(each)]
         if post.off is not None:
-            lists += [[post.leaves[name]] * len(people) for name in post.gate if name not in off]
+            lists += [[post.leaves[n]] * len(people) for n in kept if n in post.gate and n not in off]
         if sum([len(each) * each[0].nbytes for each in lists]) <= STACKED_BYTES:
             # They are held, since they are told by their addresses.
             self._ahead = {tuple(map(id, each)): (each, torch.stack(each)) for each in lists}
