@@ -147,16 +147,17 @@ class CohortConv2d(nn.Conv2d):
     """``nn.Conv2d`` that computes a cohort on CUDA at once, where that pays."""
 
     def forward(self, input: Tensor) -> Tensor:
-        plain = self.groups == 1 and self.padding_mode == "zeros" and not isinstance(self.padding, str)
         x, weight, bias = kernels.shortened(input, self.weight, self.bias)
-        if plain and input.dim() == 4:
-            assert not isinstance(self.padding, str)
-            stride, padding, dilation = ((int(a), int(b)) for a, b in (self.stride, self.padding, self.dilation))
-            y = kernels.convolved(x, weight, bias, stride, padding, dilation)
-            if y is not None:
-                return y
-        made: Tensor = self._conv_forward(x, weight, bias)
-        return made
+        steps = self.steps()
+        y = kernels.convolved(x, weight, bias, *steps) if steps is not None and input.dim() == 4 else None
+        return self._conv_forward(x, weight, bias) if y is None else y
+
+    def steps(self) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int]] | None:
+        """Stride, padding and dilation where kernels can serve; None for groups and for borders that are not of zeros."""
+        if self.groups != 1 or self.padding_mode != "zeros" or isinstance(self.padding, str):
+            return None
+        (a, b), (c, d), (e, f) = self.stride, self.padding, self.dilation
+        return (int(a), int(b)), (int(c), int(d)), (int(e), int(f))
 
 
 class CohortLinear(nn.Linear):
@@ -250,10 +251,11 @@ def _chain(parts: tuple[Any, ...], names: tuple[str | None, ...], at: int, x: Te
 def _pooled(
     parts: tuple[Any, ...], names: tuple[str | None, ...], at: int, x: Tensor, *, last: bool
 ) -> tuple[Tensor, int] | None:
-    """As :func:`_chain`, of a convolution that all clients share, ReLU and pooling, where no gradient is asked for.
+    """As :func:`_chain`, of a convolution, ReLU and pooling, where no gradient is asked for.
 
-    Channels lie last, and stay so where the model allows it (``last``): cuDNN would turn maps that way and back. The bias is added
-    where windows are read; of shared filters cuDNN would add it in a pass over the whole map.
+    One kernel makes all of it of short patches. Of longer ones, where all clients share the filters, channels lie last, and stay so
+    where the model allows it (``last``): cuDNN would turn maps that way and back; the bias is added where windows are read, which
+    cuDNN would do in a pass over the whole map.
     """
     behind = [i for i in range(at + 1, len(parts)) if type(parts[i]) is not nn.Identity][:2]
     if len(behind) < 2 or torch.is_grad_enabled():
@@ -261,22 +263,24 @@ def _pooled(
     conv, relu, pool = parts[at], *(parts[i] for i in behind)
     if type(conv) is not CohortConv2d or type(relu) not in _RELUS or type(pool) is not CohortMaxPool2d:
         return None
-    own = conv.bias is None or any(map(_inside, (conv.weight, conv.bias)))
-    if own or pool.window() is None or x.dim() != 4 or not x.numel() or not kernels.serves(x):
+    window, steps, end, six = pool.window(), conv.steps(), behind[1] + 1, type(relu) is nn.ReLU6
+    if window is None or x.dim() != 4 or not x.numel() or not kernels.serves(x):
         return None
-    end = behind[1] + 1
     heard = _heard(parts[at:end], names[at:end], current())
     if any(h is not False for h in heard[:-1]) or heard[-1] is None:
         return None
     x, weight, bias = kernels.shortened(x, conv.weight, conv.bias)
-    assert bias is not None
-    made = conv._conv_forward(x.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2), weight, None)
-    window = _window(pool, made.shape[2:], whole=False)
-    if window is None:
-        return made + bias[:, None, None], at + 1
-    y = kernels.acted_last(made, bias, window, six=type(relu) is nn.ReLU6)
-    y = y if last else y.contiguous()
-    _tell(pool, made, y)
+    y = None if steps is None else kernels.opened(x, weight, bias, steps, window, six=six, last=last)
+    if y is None:
+        if bias is None or _inside(conv.weight) or _inside(bias):
+            return None
+        x = conv._conv_forward(x.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2), weight, None)
+        window = _window(pool, x.shape[2:], whole=False)
+        if window is None:
+            return x + bias[:, None, None], at + 1
+        y = kernels.acted_last(x, bias, window, six=six)
+        y = y if last else y.contiguous()
+    _tell(pool, x, y)
     return y, end
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Literal
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from fedloom import transfer, tree
 from fedloom.errors import RunError
+from fedloom.kernels.cohort import present
 from fedloom.types import Leaves, Message
 
 WEIGHTS = "the weights of "
@@ -125,7 +127,7 @@ def reduced(
         if isinstance(shares, Tensor):
             unsure[f"{WEIGHTS}{entry!r}"] = shares
         places = [(wanted[name][0], k) for name in names for k in messages[0][wanted[name][0]]]
-        sums = iter(tree.weighted_sums([[m[e][k] for e, k in places] for m in messages], shares))
+        sums = iter(_weighted([[m[e][k] for m in messages] for e, k in places], shares))
         for name in names:
             entry, reducer = wanted[name]
             made[name] = reducer.finished({k: next(sums) for k in messages[0][entry]})
@@ -143,15 +145,41 @@ def _of_the_host(value: Tensor) -> bool:
     return value.is_cpu
 
 
+def _weighted(columns: Sequence[Sequence[Tensor]], shares: Sequence[float] | Tensor) -> Sequence[Tensor]:
+    """As :func:`fedloom.tree.weighted_sums` of what clients have of each leaf: in one kernel a leaf where it lies side by side."""
+    kind, device = columns[0][0].dtype, columns[0][0].device
+    if present(columns[0][0]) and kind in (torch.float32, torch.float64):
+        wholes = [_whole(values) for values in columns]
+        if all(whole is not None and whole.dtype is kind for whole in wholes):
+            from fedloom.kernels import sums
+
+            weights = shares.to(kind) if isinstance(shares, Tensor) else _shares_on(device, kind, tuple(shares))
+            return [sums.added(whole, weights) for whole in wholes if whole is not None]
+    return tree.weighted_sums([list(row) for row in zip(*columns, strict=True)], shares)
+
+
+@lru_cache(maxsize=4)
+def _shares_on(device: torch.device, kind: torch.dtype, shares: tuple[float, ...]) -> Tensor:
+    """Weights on a device; the same ones come again where clients are alike."""
+    with torch.inference_mode(False):  # they are for everybody who comes later
+        return transfer.onto(torch.tensor(shares, dtype=kind), device)
+
+
 def together(values: Sequence[Tensor]) -> Tensor:
     """Tensors along a new axis 0: nothing is copied where they are all rows of one tensor, in order."""
+    whole = _whole(values)
+    return torch.stack(list(values)) if whole is None else whole
+
+
+def _whole(values: Sequence[Tensor]) -> Tensor | None:
+    """The tensor without gaps of which these are the rows, in order; None where there is none."""
     whole = values[0]._base
     if whole is None or whole.requires_grad or whole.shape != (len(values), *values[0].shape):
-        return torch.stack(list(values))
+        return None
     begin, step, lies = whole.data_ptr(), whole.stride(0) * whole.element_size(), (whole.dtype, whole.stride()[1:])
     rows = [begin + i * step for i in range(len(values))]
     same = whole.is_contiguous() and all(v._base is whole and (v.dtype, v.stride()) == lies for v in values)
-    return whole if same and [v.data_ptr() for v in values] == rows else torch.stack(list(values))
+    return whole if same and [v.data_ptr() for v in values] == rows else None
 
 
 def mean(weight: str = "n", *, log: bool = False) -> Reducer:

@@ -31,6 +31,7 @@ class View:
     __slots__ = (
         "_bound",
         "_features",
+        "_fixed",
         "_full",
         "_out",
         "_seen",
@@ -59,11 +60,12 @@ class View:
         trained: tuple[str, ...] = (),
         step: Tensor | int = 0,
         leaves: Leaves | None = None,
+        fixed: bool = False,
     ) -> None:
         self.leaves = bound.of_copy(full, copy) if leaves is None else leaves
         self.batch, self.trained, self.copy = batch, trained, copy
         self._bound, self._full, self._seen = bound, full, seen
-        self._train, self._still, self._taps, self._step = train, still, taps or {}, step
+        self._train, self._still, self._taps, self._step, self._fixed = train, still, taps or {}, step, fixed
         self._out: Tensor | None = None
         self._features: dict[str, Tensor] = {}
         self._summaries: dict[str, Summary] = {}
@@ -158,8 +160,15 @@ class View:
         """The leaves of another copy of the model."""
         return self._bound.of_copy(self._full, copy)
 
-    def at(self, leaves: Leaves | None = None, *, batch: Batch | None = None, train: bool | None = None) -> View:
-        """The same model at other leaves (those not named stay), on another batch, or in another mode."""
+    def at(
+        self,
+        leaves: Leaves | None = None,
+        *,
+        batch: Batch | None = None,
+        train: bool | None = None,
+        fixed: bool = False,
+    ) -> View:
+        """The same model at other leaves (those not named stay), on another batch, or in another mode; ``fixed`` for no gradient."""
         return View(
             self._bound,
             self._full,
@@ -172,6 +181,7 @@ class View:
             trained=self.trained,
             step=self._step,
             leaves=self.leaves if leaves is None else {**self.leaves, **leaves},
+            fixed=self._fixed or fixed,
         )
 
     def gradient(self, fn: Callable[[View], Tensor], names: tuple[str, ...]) -> Leaves:
@@ -199,7 +209,8 @@ class View:
             summed=frozenset(asked) - {n for n in asked if not isinstance(n, Summed)},
             rewrite=None if rewrite is None else lambda z: rewrite(z, leaves, seen),
         )
-        self._out = bound.network(leaves, self.batch.x, frame, train=self._train, still=self._still)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not self._fixed):
+            self._out = bound.network(leaves, self.batch.x, frame, train=self._train, still=self._still)
         self._features, self._summaries = frame.features, frame.summaries
         if bound.network.autocast is not None:  # client code multiplies them by leaves: of their type, as the output is
             self._features = {n: f.float() if f.is_floating_point() else f for n, f in frame.features.items()}

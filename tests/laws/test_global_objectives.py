@@ -213,7 +213,7 @@ def test_balancefl_with_all_classes_is_cross_entropy() -> None:
     logits = torch.randn(8, 3).double()
     batch = Batch(torch.zeros(8, 1), torch.tensor([0, 1, 2, 0, 1, 2, 0, 0]))
     (term,) = fl.balancefl(lam=5.0, entropy=0.0, augment=False).objective
-    view = SimpleNamespace(logits=logits, leaves={}, at=lambda leaves, train: SimpleNamespace(logits=logits * 2))
+    view = SimpleNamespace(logits=logits, leaves={}, at=lambda leaves, **_: SimpleNamespace(logits=logits * 2))
     seen = SimpleNamespace(swept={"balancefl": {"count": torch.tensor([4, 2, 2])}}, specs={}, gate={})
     value, carry = term.fn(view, batch, seen, {"step": torch.tensor(3)})
     assert float(value) == float(F.cross_entropy(logits, batch.y, reduction="none").mean())

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import TypeVar
 
 import numpy as np
@@ -11,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fedloom import rng
+from fedloom.kernels.cohort import present
 
 WIDTH = 4096
 CHUNK = 1 << 24
@@ -20,14 +23,31 @@ Sizes = tuple[tuple[str, int], ...]
 Numbers = TypeVar("Numbers", Tensor, np.ndarray)
 
 
-def coordinates(seed: int, sizes: Sizes, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """For every coordinate of the named vectors, one behind the other, which of ``width`` sums it is added to, and with which sign."""
+@dataclass(frozen=True, eq=False)
+class Places:
+    """Of every coordinate of some vectors, one behind the other, which of ``width`` sums it is added to, and with which sign."""
+
+    where: Tensor
+    sign: Tensor
+    width: int
+
+    @cached_property
+    def by_sum(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The coordinates sum by sum, their signs, and where those of each sum begin: for a kernel that makes a sum at a time."""
+        order = torch.sort(self.where, stable=True).indices
+        starts = torch.bincount(self.where, minlength=self.width).cumsum(0)
+        return order.int(), self.sign[order], torch.cat([starts.new_zeros(1), starts]).int()
+
+
+def coordinates(seed: int, sizes: Sizes, width: int, device: torch.device) -> Places:
+    """The places of the coordinates of the named vectors, drawn at random."""
     places, signs = [], []
     for name, size in sizes:
         draw = rng.stream(seed, "sample", "projection", name)
         places.append(draw.integers(0, width, size))
         signs.append((draw.integers(0, 2, size) * 2 - 1).astype(np.int8))
-    return torch.from_numpy(np.concatenate(places)).to(device), torch.from_numpy(np.concatenate(signs)).to(device)
+    where, sign = (torch.from_numpy(np.concatenate(some)).to(device) for some in (places, signs))
+    return Places(where, sign, width)
 
 
 def side_by_side(stacked: Iterable[Tensor], width: int) -> Iterator[Tensor]:
@@ -54,7 +74,7 @@ def project(
     bodies: Mapping[str, Tensor],
     seed: int,
     width: int = WIDTH,
-    drawn: Callable[[int, Sizes, int, torch.device], tuple[Tensor, Tensor]] = coordinates,
+    drawn: Callable[[int, Sizes, int, torch.device], Places] = coordinates,
     base: Mapping[str, Tensor] | None = None,
     whole: Tensor | None = None,
 ) -> Tensor:
@@ -75,26 +95,32 @@ def project(
     """
     sizes = tuple((name, value.shape[1:].numel()) for name, value in bodies.items())
     clients, some = _pieces(bodies)
-    pieces = side_by_side(bodies.values(), some) if whole is None else iter((whole,))
-    if base is not None:
-        pieces = map(torch.add, pieces, side_by_side((base[name].reshape(1, -1) for name in bodies), some))
-    if sum(size for _, size in sizes) <= width:
-        return torch.cat(list(pieces), 1).double()
     device = next(iter(bodies.values())).device
+    short = sum(size for _, size in sizes) <= width
+    places = None if short else drawn(seed, sizes, width, device)
+    pieces = side_by_side(bodies.values(), some) if whole is None else iter((whole,))
+    bases = None if base is None else side_by_side((base[name].reshape(1, -1) for name in bodies), some)
+    if whole is not None and places is not None and present(whole):
+        from fedloom.kernels import sketches
+
+        return sketches.projected(whole, None if bases is None else next(bases), *places.by_sum)
+    if bases is not None:
+        pieces = map(torch.add, pieces, bases)
+    if places is None:
+        return torch.cat(list(pieces), 1).double()
     sums = torch.zeros(clients, width, dtype=torch.float64, device=device)
-    where, sign = drawn(seed, sizes, width, device)
-    for piece, at, signed in zip(pieces, where.split(some), sign.split(some), strict=True):
+    for piece, at, signed in zip(pieces, places.where.split(some), places.sign.split(some), strict=True):
         sums.scatter_add_(1, at.expand(clients, -1), piece.double().mul_(signed))
     return sums
 
 
 def farthest(values: Mapping[str, Tensor], centre: Mapping[str, Tensor], whole: Tensor | None = None) -> Tensor:
-    """``max_i ||v_i - c||^2`` over the clients i of stacked leaves, in float64 and still on the device."""
+    """``max_i ||v_i - c||^2`` over the clients i of stacked leaves, to the precision of the leaves and still on the device."""
     _, some = _pieces(values)
     centres = side_by_side((centre[name].reshape(1, -1) for name in values), some)
     pieces = side_by_side(values.values(), some) if whole is None else iter((whole,))
     each = zip(pieces, centres, strict=True)
-    gaps = [(piece - middle).square_().sum(1, dtype=torch.float64) for piece, middle in each]
+    gaps = [(piece - middle).square_().sum(1) for piece, middle in each]
     return sum(gaps[1:], gaps[0]).max()
 
 

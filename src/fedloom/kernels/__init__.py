@@ -5,7 +5,16 @@ from fedloom.kernels.cohort import convolved, mapped, normalised, pooled, serves
 from fedloom.kernels.counters import drawn, folded
 from fedloom.kernels.crossentropies import cross_entropies
 from fedloom.kernels.entropy import summarised
-from fedloom.kernels.fusions import acted, acted_apart, acted_last, acted_summed, chained, chained_apart, chained_summed
+from fedloom.kernels.fusions import (
+    acted,
+    acted_apart,
+    acted_last,
+    acted_summed,
+    chained,
+    chained_apart,
+    chained_summed,
+    opened,
+)
 from fedloom.kernels.products import half_squares, half_squares_of_all, inner_products, linear, squared_length
 from fedloom.kernels.rows import class_distances, masked_mean
 
@@ -30,6 +39,7 @@ __all__ = [
     "mapped",
     "masked_mean",
     "normalised",
+    "opened",
     "pooled",
     "serves",
     "shortened",

@@ -8,7 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedloom.kernels.cohort import Pair, _Lifted, slopes
+from fedloom.kernels.cohort import Pair, _Lifted, clients, serves, slopes
+from fedloom.kernels.rows import _laid
+
+SHORT, FEW = 128, 64
+"""Longest patch, and most filters, of a convolution that goes through one kernel with what is behind it."""
 
 
 def acted(x: Tensor, window: Pair, *, six: bool = False) -> Tensor:
@@ -33,6 +37,40 @@ def acted_last(x: Tensor, bias: Tensor, window: Pair, *, six: bool = False) -> T
         six: whether the activation ends at 6.
     """
     y: Tensor = _Lifted.apply(_CohortMaps, x, bias, window, six)  # type: ignore[no-untyped-call]
+    return y
+
+
+def opened(
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    steps: tuple[Pair, Pair, Pair],
+    window: Pair,
+    *,
+    six: bool = False,
+    last: bool = False,
+) -> Tensor | None:
+    """A convolution, ReLU and pooling as in :func:`acted`, without a gradient, of one client inside ``vmap``; None where no kernel serves.
+
+    Args:
+        x: (batch, channels, height, width).
+        w: the filters, which clients may share, as they may the bias.
+        bias: of each filter, or None.
+        steps: stride, padding and dilation of the convolution.
+        window: height and width of the windows.
+        six: whether the activation ends at 6.
+        last: whether channels lie last in what is returned.
+    """
+    given = [w] if bias is None else [w, bias]
+    # Products of float32 are TF32's where torch lets convolutions use it, as it does unless it is told not to.
+    typed = x.dtype in (torch.float16, torch.bfloat16) or (x.dtype is torch.float32 and torch.backends.cudnn.allow_tf32)
+    if not typed or any(t.dtype != x.dtype for t in given) or w.shape[1:].numel() > SHORT or len(w) > FEW:
+        return None
+    sides = zip(x.shape[2:], w.shape[2:], *steps, strict=True)
+    out = [(size + 2 * p - d * (k - 1) - 1) // s + 1 for size, k, s, p, d in sides]
+    if window[1] != 2 or window[0] > out[0] or out[1] < 2 or not serves(x, shared=given) or clients(x) == 1:
+        return None
+    y: Tensor = _Lifted.apply(_CohortOpening, x, w, bias, steps, window[0], six, last)  # type: ignore[no-untyped-call]
     return y
 
 
@@ -157,6 +195,29 @@ class _CohortMaps(torch.autograd.Function):
 
         y = maps.windowed(x.permute(0, 1, 3, 4, 2).contiguous(), bias[0].contiguous(), window, six=six)
         return y.permute(0, 1, 4, 2, 3)
+
+
+class _CohortOpening(torch.autograd.Function):
+    """x: (clients, batch, channels, height, width); w: (clients, outputs, channels, kernel height, kernel width); bias: (clients, outputs)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        w: Tensor,
+        bias: Tensor | None,
+        steps: tuple[Pair, Pair, Pair],
+        high: int,
+        six: bool,
+        last: bool,
+    ) -> Tensor:
+        from fedloom.kernels import openings, patches
+
+        (channels, height, width), (stride, padding, dilation) = x.shape[2:], steps
+        kernel = (w.shape[3], w.shape[4])
+        shape = patches.Geometry(channels, height, width, kernel, stride, padding, dilation, bias=False, apart=False)
+        bias = None if bias is None else _laid(bias)
+        return openings.opened(x.contiguous(), _laid(w), bias, shape, high, six=six, last=last)
 
 
 class _CohortChain(torch.autograd.Function):

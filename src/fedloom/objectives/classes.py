@@ -22,7 +22,8 @@ def received_leaves(seen: Seen, names: tuple[str, ...]) -> Leaves:
 
 def teacher(view: View, seen: Seen, leaves: Leaves | None = None) -> View:
     """The received model, or that of other leaves, on the same batch: evaluation mode, no gradient."""
-    return view.at(received_leaves(seen, tuple(view.leaves)) if leaves is None else leaves, train=False)
+    given = received_leaves(seen, tuple(view.leaves)) if leaves is None else leaves
+    return view.at(given, train=False, fixed=True)
 
 
 def valid(batch: Batch, like: Tensor) -> Tensor:

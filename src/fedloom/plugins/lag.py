@@ -194,10 +194,10 @@ class _Lag:
             return reduced, memory
         memory = _joined(memory, leaves)
         rows = cohort.rows if self.weights == "samples" else [1] * len(cohort)
-        everything = sum(rows)
-        share = [n / everything for n in rows]
+        even = len(set(rows)) == 1
         widths = [cohort.leaves[leaf].numel() for leaf in leaves]
-        ranges = _ranges(leaves, widths, personal)
+        parts = _parts(leaves, widths, personal)
+        some_kept = any(kept for _, kept in parts)
         sent = torch.cat([cohort.leaves[leaf].reshape(-1) for leaf in leaves])
         some = len(cohort) if side is not None else max(1, similarity.CHUNK // len(sent))
         mean: Tensor | None = None
@@ -207,19 +207,21 @@ class _Lag:
             if moved is None:
                 each = [reduced["lag"][leaf][first : first + some].reshape(len(ids), -1) for leaf in leaves]
                 moved = torch.cat(each, 1)
-            ended = moved + sent
-            if ranges:
+            ended, own = torch.empty_like(moved), sent
+            if some_kept:
                 own = torch.stack([memory.get(f"{VALUE}{client}", sent) for client in ids])
-                for at in ranges:  # they began where they were, not where the server is
-                    torch.add(moved[:, at], own[:, at], out=ended[:, at])
+            for at, kept in parts:  # from where they began: where the server is, or where they were
+                torch.add(moved[:, at], own[:, at] if kept else sent[at], out=ended[:, at])
             # Copied: a view would keep what all of them have for as long as one is kept.
             memory |= dict(zip([f"{VALUE}{client}" for client in ids], tree.copies(ended.unbind()), strict=True))
-            if ranges:
-                torch._foreach_mul_(ended.sub_(sent).unbind(), share[first : first + some])
+            if some_kept:
+                if not even:
+                    torch._foreach_mul_(ended.unbind(), [float(n) for n in rows[first : first + some]])
                 part = ended.sum(0)
                 mean = part if mean is None else mean.add_(part)
         if mean is None:
             return reduced, memory
+        mean.div_(len(cohort) if even else sum(rows)).sub_(sent)
         means = zip(leaves, mean.split_with_sizes(widths), strict=True)
         return {**reduced, "personal": {n: v.view_as(cohort.leaves[n]) for n, v in means if n in personal}}, memory
 
@@ -254,15 +256,15 @@ class _Lag:
         return {"score": scores, "personal": tree.off(gates({OWNER: memory}))}
 
 
-def _ranges(leaves: Sequence[str], widths: Sequence[int], chosen: Collection[str]) -> list[slice]:
-    """Where the chosen leaves lie among all of them, one behind the other; neighbours together."""
-    found: list[slice] = []
+def _parts(leaves: Sequence[str], widths: Sequence[int], chosen: Collection[str]) -> list[tuple[slice, bool]]:
+    """Where leaves lie, one behind the other, and whether they are chosen; neighbours that are alike together."""
+    found: list[tuple[slice, bool]] = []
     begin = 0
     for leaf, width in zip(leaves, widths, strict=True):
-        if leaf in chosen:
-            joined = found.pop().start if found and found[-1].stop == begin else begin
-            found.append(slice(joined, begin + width))
+        alike = bool(found) and found[-1][1] == (leaf in chosen)
+        start = found.pop()[0].start if alike else begin
         begin += width
+        found.append((slice(start, begin), leaf in chosen))
     return found
 
 

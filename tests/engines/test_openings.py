@@ -1,0 +1,181 @@
+"""The first layers of a network without a gradient: a convolution, ReLU and pooling in one kernel."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fedloom import frames, kernels, layers, network
+from fedloom.engines.vectorised import VectorisedEngine
+from tests.engines.test_kernels import DEVICE, cuda
+from tests.helpers import everything, federation, fit, gap
+
+Steps = tuple[tuple[int, int], tuple[int, int], tuple[int, int]]
+PLAIN: Steps = ((1, 1), (0, 0), (1, 1))
+TF32 = 4e-3
+"""Products of numbers that have 10 bits behind the point."""
+
+
+def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(len(shape))).to(DEVICE, dtype)
+
+
+def plainly(x: Tensor, w: Tensor, b: Tensor | None, steps: Steps, window: tuple[int, int], six: bool) -> Tensor:
+    """What torch makes of one client, in float64."""
+    b = None if b is None else b.double()
+    made = F.conv2d(x.double(), w.double(), b, steps[0], steps[1], steps[2])
+    return F.max_pool2d((F.relu6 if six else F.relu)(made), window)
+
+
+@cuda
+@pytest.mark.parametrize("last", [False, True], ids=["plain", "last"])
+@pytest.mark.parametrize("own", [True, False], ids=["own", "shared"])
+@pytest.mark.parametrize(
+    ("size", "filters", "steps", "window", "six", "biased"),
+    [
+        ((3, 12, 12), (32, 5, 5), PLAIN, (2, 2), False, True),
+        ((1, 9, 11), (5, 3, 3), ((1, 1), (1, 1), (1, 1)), (2, 2), True, True),  # a remainder that no window has
+        ((3, 13, 17), (33, 3, 3), ((2, 2), (1, 2), (1, 1)), (3, 2), False, False),
+        ((2, 14, 9), (6, 3, 2), ((1, 2), (0, 1), (2, 1)), (1, 2), False, True),
+        ((14, 4, 4), (64, 3, 3), PLAIN, (2, 2), False, True),
+    ],
+)
+def test_a_convolution_with_what_is_behind_it(
+    size: tuple[int, int, int],
+    filters: tuple[int, int, int],
+    steps: Steps,
+    window: tuple[int, int],
+    six: bool,
+    biased: bool,
+    own: bool,
+    last: bool,
+) -> None:
+    clients = 2
+    x, w = 2 * numbers(clients, 3, *size), numbers(clients if own else 1, filters[0], size[0], *filters[1:])
+    b = numbers(len(w), filters[0]) if biased else None
+    x[0, 1, 0, 0, 0] = torch.nan
+    axes = (0, 0 if own else None, 0 if own and biased else None)
+    given = x, w if own else w[0], b if own or b is None else b[0]
+
+    def made(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
+        y = kernels.opened(x, w, b, steps, window, six=six, last=last)
+        assert y is not None
+        return y
+
+    with torch.no_grad():
+        ours = torch.vmap(made, axes)(*given)
+    each = zip(x, w.expand(clients, *w.shape[1:]), [None] * 2 if b is None else b.expand(clients, -1), strict=True)
+    theirs = torch.stack([plainly(*client, steps, window, six) for client in each])
+    assert torch.equal(ours.isnan(), theirs.isnan())
+    assert ours.isnan().any()
+    assert torch.allclose(ours.double(), theirs, rtol=TF32, atol=TF32 * 10, equal_nan=True)
+    assert (ours.permute(0, 1, 3, 4, 2) if last else ours).is_contiguous()
+
+
+@cuda
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_short_types(dtype: torch.dtype) -> None:
+    if dtype is torch.bfloat16 and DEVICE == "cpu":
+        pytest.skip("Triton's interpreter multiplies the bits of bfloat16")
+    x, w, b = (numbers(*size, dtype=dtype) for size in ((2, 3, 3, 8, 8), (2, 8, 3, 3, 3), (2, 8)))
+    with torch.no_grad():
+        ours = torch.vmap(lambda x, w, b: kernels.opened(x, w, b, PLAIN, (2, 2)))(x, w, b)
+    theirs = torch.stack([plainly(*client, PLAIN, (2, 2), False) for client in zip(x, w, b, strict=True)])
+    assert ours.dtype is dtype
+    assert torch.allclose(ours.double(), theirs, rtol=1 / 64, atol=1 / 16)
+
+
+@cuda
+def test_what_no_kernel_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, w, b = numbers(2, 3, 3, 8, 8), numbers(2, 8, 3, 3, 3), numbers(2, 8)
+
+    def served(x: Tensor, w: Tensor, b: Tensor, steps: Steps = PLAIN, window: tuple[int, int] = (2, 2)) -> bool:
+        found: list[bool] = []
+
+        def one(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+            found.append(kernels.opened(x, w, b, steps, window) is not None)
+            return x
+
+        with torch.no_grad():
+            torch.vmap(one)(x, w, b)
+        return found[0]
+
+    assert served(x, w, b)
+    assert not served(x.double(), w.double(), b.double())
+    assert not served(x, w, b.double())
+    assert not served(x, w, b, window=(2, 3))
+    assert not served(x, w, b, window=(7, 2))  # larger than the map
+    assert not served(x[:1], w[:1], b[:1])  # one client alone
+    assert not served(numbers(2, 3, 15, 8, 8), numbers(2, 8, 15, 3, 3), b)  # long patches
+    assert not served(x, numbers(2, 65, 3, 3, 3), numbers(2, 65))
+    assert kernels.opened(x[0], w[0], b[0], PLAIN, (2, 2)) is None  # outside of vmap
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    assert not served(x, w, b)
+
+
+@cuda
+def test_where_a_model_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a gradient, unless somebody listens in between; with own filters and with shared ones."""
+    torch.manual_seed(0)
+    body = nn.Conv2d(3, 5, 3, padding=1), nn.Identity(), nn.ReLU(), nn.MaxPool2d(2)
+    net = nn.Sequential(*body, nn.Conv2d(5, 4, 3), nn.ReLU6(), nn.MaxPool2d((1, 2)), nn.Flatten(), nn.Linear(16, 2))
+    built = network.build(net, numbers(2, 3, 8, 14), task="classification", device=DEVICE)
+    x, leaves = numbers(2, 7, 3, 8, 14), {n: v.to(DEVICE) for n, v in built.start.items()}
+    met: list[bool] = []
+    plain = kernels.opened
+
+    def opened(*args: object, **options: object) -> Tensor | None:
+        y = plain(*args, **options)  # type: ignore[arg-type]
+        met.append(y is not None)
+        return y
+
+    monkeypatch.setattr(kernels, "opened", opened)
+
+    def made(wanted: str, own: bool, gradient: bool) -> list[Tensor]:
+        built.want(frozenset(wanted.split()))
+        mine = {n: torch.stack([v, v]) for n, v in leaves.items()} if own else {}
+
+        def out(x: Tensor, mine: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+            frame = frames.Frame(wanted=frozenset(wanted.split()))
+            return built({**leaves, **mine}, x, frame, train=False), frame.features
+
+        with torch.set_grad_enabled(gradient):
+            y, features = torch.vmap(out)(x, mine)
+        return [y, *features.values()]
+
+    for wanted, own, gradient, expected in (
+        ("", False, False, 2),
+        ("", True, False, 2),
+        ("3", True, False, 2),
+        ("0", True, False, 1),
+        ("2", False, False, 1),
+        ("5", True, False, 1),
+        ("", True, True, 0),
+    ):
+        met.clear()
+        ours = made(wanted, own, gradient)
+        with monkeypatch.context() as patch:
+            patch.setattr(layers, "FUSE", False)
+            theirs = made(wanted, own, gradient)
+        assert sum(met) == expected
+        for a, b in zip(ours, theirs, strict=True):
+            assert torch.allclose(a, b, rtol=TF32, atol=TF32 * 10)
+
+
+@cuda
+def test_methods_that_open_what_has_no_gradient() -> None:
+    """MOON's two other models, FedMAP's sweep: as the loop engine, which opens nothing, to TF32."""
+    data = federation((9, 14, 5), (3, 8, 10), classes=2)
+
+    def model() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Conv2d(3, 6, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(72, 2))
+
+    for method in ("moon", "fedmap", "fedavg"):
+        a, b = (
+            fit(method, model, data, engine=e, rounds=2, device=DEVICE, precision="fp32")
+            for e in ("loop", VectorisedEngine())
+        )
+        assert gap(everything(a), everything(b)) < TF32
