@@ -23,6 +23,8 @@ from fedloom.types import Leaves, Message
 
 WEIGHTS = "the weights of "
 """Begins the name of weights that are still on the device."""
+LARGE = 1 << 16
+"""Numbers of a leaf from which on a kernel of its own adds it up over the clients of a cohort on a GPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,16 +148,26 @@ def _of_the_host(value: Tensor) -> bool:
 
 
 def _weighted(columns: Sequence[Sequence[Tensor]], shares: Sequence[float] | Tensor) -> Sequence[Tensor]:
-    """As :func:`fedloom.tree.weighted_sums` of what clients have of each leaf: in one kernel a leaf where it lies side by side."""
-    kind, device = columns[0][0].dtype, columns[0][0].device
-    if present(columns[0][0]) and kind in (torch.float32, torch.float64):
-        wholes = [_whole(values) for values in columns]
-        if all(whole is not None and whole.dtype is kind for whole in wholes):
-            from fedloom.kernels import sums
+    """As :func:`fedloom.tree.weighted_sums` of what clients have of each leaf; in one kernel where that is much and lies side by side."""
+    made = {i: sum_ for i, values in enumerate(columns) if (sum_ := _large_sum(values, shares)) is not None}
+    others = [i for i in range(len(columns)) if i not in made]
+    if others:
+        rows = [list(row) for row in zip(*(columns[i] for i in others), strict=True)]
+        made |= zip(others, tree.weighted_sums(rows, shares), strict=True)
+    return [made[i] for i in range(len(columns))]
 
-            weights = shares.to(kind) if isinstance(shares, Tensor) else _shares_on(device, kind, tuple(shares))
-            return [sums.added(whole, weights) for whole in wholes if whole is not None]
-    return tree.weighted_sums([list(row) for row in zip(*columns, strict=True)], shares)
+
+def _large_sum(values: Sequence[Tensor], shares: Sequence[float] | Tensor) -> Tensor | None:
+    """The weighted sum of one large leaf by a kernel; None where none serves: to begin one takes the host longer than torch's."""
+    kind, device = values[0].dtype, values[0].device
+    if values[0].numel() < LARGE or kind not in (torch.float32, torch.float64) or not present(values[0]):
+        return None
+    whole = _whole(values)
+    if whole is None:
+        return None
+    from fedloom.kernels import sums
+
+    return sums.added(whole, shares.to(kind) if isinstance(shares, Tensor) else _shares_on(device, kind, tuple(shares)))
 
 
 @lru_cache(maxsize=4)

@@ -165,17 +165,34 @@ def test_where_a_model_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @cuda
-def test_methods_that_open_what_has_no_gradient() -> None:
-    """MOON's two other models, FedMAP's sweep: as the loop engine, which opens nothing, to TF32."""
+def test_methods_that_open_what_has_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """MOON's two other models, FedMAP's sweep: as layer by layer, to TF32."""
     data = federation((9, 14, 5), (3, 8, 10), classes=2)
 
     def model() -> nn.Module:
         torch.manual_seed(0)
         return nn.Sequential(nn.Conv2d(3, 6, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(72, 2))
 
-    for method in ("moon", "fedmap", "fedavg"):
-        a, b = (
-            fit(method, model, data, engine=e, rounds=2, device=DEVICE, precision="fp32")
-            for e in ("loop", VectorisedEngine())
-        )
-        assert gap(everything(a), everything(b)) < TF32
+    met: list[bool] = []
+    plain = kernels.opened
+
+    def opened(*args: object, **options: object) -> Tensor | None:
+        met.append(True)
+        return plain(*args, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(kernels, "opened", opened)
+    options = {
+        "engine": VectorisedEngine(),
+        "rounds": 2,
+        "device": DEVICE,
+        "precision": "fp32",
+        "evaluate": {"every": 0},
+    }
+    for method in ("moon", "fedmap"):
+        found = []
+        for fuse in (True, False):
+            met.clear()
+            monkeypatch.setattr(layers, "FUSE", fuse)
+            found.append(everything(fit(method, model, data, **options)))
+            assert any(met) == fuse
+        assert gap(*found) < TF32
