@@ -148,13 +148,16 @@ class CohortConv2d(nn.Conv2d):
 
     def forward(self, input: Tensor) -> Tensor:
         x, weight, bias = kernels.shortened(input, self.weight, self.bias)
-        steps = self.steps()
-        y = kernels.convolved(x, weight, bias, *steps) if steps is not None and input.dim() == 4 else None
+        steps, y = self.steps(), None
+        if steps is not None and input.dim() == 4:
+            served = kernels.convolved if self.groups == 1 else kernels.filtered
+            y = served(x, weight, bias, *steps)
         return self._conv_forward(x, weight, bias) if y is None else y
 
     def steps(self) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int]] | None:
-        """Stride, padding and dilation where kernels can serve; None for groups and for borders that are not of zeros."""
-        if self.groups != 1 or self.padding_mode != "zeros" or isinstance(self.padding, str):
+        """Stride, padding and dilation where kernels can serve; None for some groups and for borders that are not of zeros."""
+        whole = self.groups == 1 or self.groups == self.in_channels == self.out_channels
+        if not whole or self.padding_mode != "zeros" or isinstance(self.padding, str):
             return None
         (a, b), (c, d), (e, f) = self.stride, self.padding, self.dilation
         return (int(a), int(b)), (int(c), int(d)), (int(e), int(f))
@@ -270,6 +273,7 @@ def _pooled(
     if any(h is not False for h in heard[:-1]) or heard[-1] is None:
         return None
     x, weight, bias = kernels.shortened(x, conv.weight, conv.bias)
+    steps = steps if conv.groups == 1 else None
     y = None if steps is None else kernels.opened(x, weight, bias, steps, window, six=six, last=last)
     if y is None:
         if bias is None or _inside(conv.weight) or _inside(bias):

@@ -4,6 +4,7 @@ from fedloom.kernels.classifiers import classified
 from fedloom.kernels.cohort import convolved, mapped, normalised, pooled, serves, shortened
 from fedloom.kernels.counters import drawn, folded
 from fedloom.kernels.crossentropies import cross_entropies
+from fedloom.kernels.depthwise import filtered
 from fedloom.kernels.entropy import summarised
 from fedloom.kernels.fusions import (
     acted,
@@ -31,6 +32,7 @@ __all__ = [
     "convolved",
     "cross_entropies",
     "drawn",
+    "filtered",
     "folded",
     "half_squares",
     "half_squares_of_all",

@@ -1,0 +1,66 @@
+"""Depthwise convolutions of a whole cohort, on CUDA under ``vmap``: torch's gradient of their filters is slow, and needs planes turned."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedloom.kernels.cohort import Pair, _Lifted, clients, serves
+from fedloom.kernels.rows import _laid
+
+LARGEST = 63
+"""Most places of a filter."""
+
+
+def filtered(x: Tensor, w: Tensor, bias: Tensor | None, stride: Pair, padding: Pair, dilation: Pair) -> Tensor | None:
+    """The depthwise convolution of one client inside ``vmap``; None where no kernel serves.
+
+    Args:
+        x: (batch, channels, height, width).
+        w: (channels, 1, kernel height, kernel width), which clients may share, as they may the bias.
+        bias: of each channel, or None.
+        stride: of the convolution.
+        padding: of the convolution.
+        dilation: of the convolution.
+    """
+    given = [w] if bias is None else [w, bias]
+    fits = x.dim() == 4 and x.numel() and x.is_floating_point() and w[0].numel() <= LARGEST
+    if not fits or any(t.dtype != x.dtype for t in given) or not serves(x, shared=given) or clients(x) == 1:
+        return None
+    sides = zip(x.shape[2:], w.shape[2:], padding, dilation, strict=True)
+    if any(size + 2 * p < d * (k - 1) + 1 for size, k, p, d in sides):
+        return None  # torch says what is wrong
+    y: Tensor = _Lifted.apply(_CohortFilters, x, w, bias, stride, padding, dilation)  # type: ignore[no-untyped-call]
+    return y
+
+
+class _CohortFilters(torch.autograd.Function):
+    """x: (clients, batch, channels, height, width); w: (clients, channels, 1, kernel height, kernel width); bias: (clients, channels)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, stride: Pair, padding: Pair, dilation: Pair
+    ) -> Tensor:
+        from fedloom.kernels import patches, planes
+
+        channels, height, width = x.shape[2:]
+        kernel = (w.shape[3], w.shape[4])
+        shape = patches.Geometry(channels, height, width, kernel, stride, padding, dilation, bias=False, apart=False)
+        x, w, bias = x.contiguous(), _laid(w), None if bias is None else _laid(bias)
+        ctx.shape, ctx.biased = shape, bias is not None
+        ctx.save_for_backward(x, w)
+        return planes.filtered(x, w, bias, shape)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        from fedloom.kernels import planes
+
+        x, w = ctx.saved_tensors
+        dy = dy.contiguous()
+        dx = planes.filtered_back(dy, w, ctx.shape) if ctx.needs_input_grad[0] else None
+        dw = db = None
+        if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
+            dw, db = planes.filter_slopes(x, dy, ctx.shape)
+        return dx, dw, db if ctx.biased else None, None, None, None

@@ -1,0 +1,161 @@
+"""Triton kernels for depthwise convolutions of a cohort: every plane of a picture has a filter of its own.
+
+    y[b, c, i, j] = bias[c] + sum_{r, s} w[c, r, s] x[b, c, i stride + r dilation - padding, j stride + s dilation - padding]
+
+Planes stay where they are, client by client; a grouped convolution would have them side by side, and turned back. Sums over a batch are
+made in pieces that are joined in a fixed order. Imported on machines with CUDA only.
+"""
+
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc,type-arg,import-untyped,import-not-found"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fedloom.kernels.norms import either, pieces, tile, wide
+from fedloom.kernels.patches import Geometry
+
+PIXELS = 1024
+"""Pixels of a program."""
+PRODUCTS = 4096
+"""Places of a filter times pixels that a program multiplies at a time for the gradient of filters."""
+
+
+@triton.jit
+def _filtered(
+    x, w, bias, y, by_w, by_b, planes,
+    C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, OH: tl.constexpr, OW: tl.constexpr, R: tl.constexpr,
+    S: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr, DH: tl.constexpr,
+    DW: tl.constexpr, BIAS: tl.constexpr, SUM: tl.constexpr, BP: tl.constexpr, BQ: tl.constexpr,
+):  # fmt: skip
+    client = tl.program_id(2).to(tl.int64)
+    plane = tl.program_id(0) * BP + tl.arange(0, BP)
+    q = tl.program_id(1) * BQ + tl.arange(0, BQ)
+    row = plane < planes
+    here = row[:, None] & (q < OH * OW)[None, :]
+    x += client * planes * (H * W)
+    w += client * by_w
+    total = tl.zeros((BP, BQ), SUM)
+    if BIAS:
+        total += tl.load(bias + client * by_b + plane % C, mask=row, other=0.0).to(SUM)[:, None]
+    for r in tl.static_range(R):
+        for s in tl.static_range(S):
+            i = (q // OW) * SH + (r * DH - PH)
+            j = (q % OW) * SW + (s * DW - PW)
+            inside = here & ((i >= 0) & (i < H) & (j >= 0) & (j < W))[None, :]
+            value = tl.load(x + (plane * (H * W))[:, None] + (i * W + j)[None, :], mask=inside, other=0.0)
+            weight = tl.load(w + (plane % C) * (R * S) + (r * S + s), mask=row, other=0.0)
+            total += value.to(SUM) * weight.to(SUM)[:, None]
+    y += client * planes * (OH * OW)
+    tl.store(y + (plane * (OH * OW))[:, None] + q[None, :], total.to(y.dtype.element_ty), mask=here)
+
+
+@triton.jit
+def _filtered_back(
+    dy, w, dx, by_w, planes,
+    C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, OH: tl.constexpr, OW: tl.constexpr, R: tl.constexpr,
+    S: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr, DH: tl.constexpr,
+    DW: tl.constexpr, SUM: tl.constexpr, BP: tl.constexpr, BQ: tl.constexpr,
+):  # fmt: skip
+    client = tl.program_id(2).to(tl.int64)
+    plane = tl.program_id(0) * BP + tl.arange(0, BP)
+    q = tl.program_id(1) * BQ + tl.arange(0, BQ)
+    row = plane < planes
+    here = row[:, None] & (q < H * W)[None, :]
+    dy += client * planes * (OH * OW)
+    w += client * by_w
+    total = tl.zeros((BP, BQ), SUM)
+    for r in tl.static_range(R):
+        for s in tl.static_range(S):
+            i = q // W + (PH - r * DH)
+            j = q % W + (PW - s * DW)
+            inside = (i >= 0) & (j >= 0) & (i % SH == 0) & (j % SW == 0)
+            i, j = i // SH, j // SW
+            inside = here & (inside & (i < OH) & (j < OW))[None, :]
+            value = tl.load(dy + (plane * (OH * OW))[:, None] + (i * OW + j)[None, :], mask=inside, other=0.0)
+            weight = tl.load(w + (plane % C) * (R * S) + (r * S + s), mask=row, other=0.0)
+            total += value.to(SUM) * weight.to(SUM)[:, None]
+    dx += client * planes * (H * W)
+    tl.store(dx + (plane * (H * W))[:, None] + q[None, :], total.to(dx.dtype.element_ty), mask=here)
+
+
+@triton.jit
+def _filter_slopes(
+    x, dy, parts, batch, piece,
+    C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, OH: tl.constexpr, OW: tl.constexpr, R: tl.constexpr,
+    S: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr, DH: tl.constexpr,
+    DW: tl.constexpr, SUM: tl.constexpr, BT: tl.constexpr, BQ: tl.constexpr,
+):  # fmt: skip
+    channel, part, client = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    x += client * batch * (C * H * W)
+    dy += client * batch * (C * OH * OW)
+    t = tl.arange(0, BT)
+    down, along = (t // S) * DH - PH, (t % S) * DW - PW
+    products = tl.zeros((BT, BQ), SUM)
+    first = part * piece
+    last = tl.minimum(first + piece, batch * (OH * OW))
+    for start in range(first, last, BQ):
+        q = start + tl.arange(0, BQ)
+        plane, p = (q // (OH * OW)) * C + channel, q % (OH * OW)
+        slope = tl.load(dy + plane * (OH * OW) + p, mask=q < last, other=0.0).to(SUM)
+        i = ((p // OW) * SH)[None, :] + down[:, None]
+        j = ((p % OW) * SW)[None, :] + along[:, None]
+        inside = (q < last)[None, :] & (t < R * S)[:, None] & (i >= 0) & (i < H) & (j >= 0) & (j < W)
+        value = tl.load(x + (plane * (H * W))[None, :] + i * W + j, mask=inside, other=0.0).to(SUM)
+        value = tl.where((t == R * S)[:, None], 1.0, value)  # the bias's
+        products += value * slope[None, :]
+    parts += ((client * C + channel) * tl.num_programs(1) + part) * (R * S + 1)
+    tl.store(parts + t, tl.sum(products, 1), mask=t <= R * S)
+
+
+def _sizes(shape: Geometry) -> dict[str, int | bool]:
+    return {name: value for name, value in shape.sizes.items() if name not in ("K", "APART")}
+
+
+def filtered(x: Tensor, w: Tensor, bias: Tensor | None, shape: Geometry) -> Tensor:
+    """The depthwise convolution of (clients, batch, channels, height, width), without gaps.
+
+    Args:
+        x: the pictures.
+        w: (clients, channels, 1, kernel height, kernel width), each client's without gaps; of shared ones the stride is 0.
+        bias: (clients, channels), likewise, or None.
+        shape: of the convolution.
+    """
+    clients, batch, channels = x.shape[:3]
+    y = x.new_empty(clients, batch, channels, *shape.out)
+    planes = batch * channels
+    high, across, grid = tile(planes, shape.out[0] * shape.out[1], PIXELS)
+    _filtered[(*grid, clients)](
+        x, w, either(bias, x), y, w.stride(0), 0 if bias is None else bias.stride(0), planes, **_sizes(shape),
+        BIAS=bias is not None, SUM=wide(x)[1], BP=high, BQ=across, num_warps=4,
+    )  # fmt: skip
+    return y
+
+
+def filtered_back(dy: Tensor, w: Tensor, shape: Geometry) -> Tensor:
+    """The gradient with respect to the pictures."""
+    clients, batch, channels = dy.shape[:3]
+    dx = dy.new_empty(clients, batch, channels, shape.height, shape.width)
+    planes = batch * channels
+    high, across, grid = tile(planes, shape.height * shape.width, PIXELS)
+    _filtered_back[(*grid, clients)](
+        dy, w, dx, w.stride(0), planes, **_sizes(shape), SUM=wide(dy)[1], BP=high, BQ=across, num_warps=4
+    )
+    return dx
+
+
+def filter_slopes(x: Tensor, dy: Tensor, shape: Geometry) -> tuple[Tensor, Tensor]:
+    """The gradients with respect to each client's filters (clients, channels, 1, kernel height, kernel width) and biases (clients, channels)."""
+    clients, batch, channels = x.shape[:3]
+    area, places = shape.out[0] * shape.out[1], shape.kernel[0] * shape.kernel[1]
+    count, length = pieces(clients, channels, batch * area)
+    kind, in_triton = wide(x)
+    parts = x.new_empty(clients, channels, count, places + 1, dtype=kind)
+    tall = triton.next_power_of_2(places + 1)
+    _filter_slopes[(channels, count, clients)](
+        x, dy, parts, batch, length, **_sizes(shape), SUM=in_triton, BT=tall, BQ=max(16, min(1024, PRODUCTS // tall)), num_warps=4,
+    )  # fmt: skip
+    whole = (parts[:, :, 0] if count == 1 else parts.sum(2)).to(x.dtype)
+    return whole[..., :places].reshape(clients, channels, 1, *shape.kernel), whole[..., places]

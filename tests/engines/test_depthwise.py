@@ -1,0 +1,123 @@
+"""Depthwise convolutions of a cohort."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fedloom import kernels
+from fedloom.engines.vectorised import VectorisedEngine
+from tests.engines.test_kernels import DEVICE, compare, cuda, random
+from tests.helpers import everything, federation, fit, gap
+
+PLAIN = (1, 1), (0, 0), (1, 1)
+
+
+@cuda
+@pytest.mark.parametrize("own", [True, False], ids=["own", "shared"])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(
+    ("size", "kernel", "steps"),
+    [
+        ((5, 4, 9, 7), (3, 3), ((1, 1), (1, 1), (1, 1))),
+        ((3, 7, 12, 11), (5, 2), ((2, 1), (2, 0), (1, 3))),
+        ((2, 1, 3, 4), (1, 1), ((2, 3), (0, 0), (1, 1))),
+        ((70, 2, 33, 40), (3, 3), ((2, 2), (1, 1), (2, 2))),  # several pieces
+    ],
+)
+def test_depthwise_convolution(size, kernel, steps, bias: bool, own: bool) -> None:
+    x, w = random(2, *size), random(*((2,) if own else ()), size[1], 1, *kernel)
+    b = (random(2, size[1]) if own else random(size[1])) if bias else None
+    inputs = [t for t in (x, w, b) if t is not None]
+
+    def ours(*tensors: Tensor) -> Tensor:
+        y = kernels.filtered(*tensors, *([] if bias else [None]), *steps)
+        assert y is not None
+        return y
+
+    axes = (0, *([0] if own else [None]) * (len(inputs) - 1))
+    stride, padding, dilation = steps
+    theirs = torch.stack(
+        [
+            F.conv2d(x[i], w[i] if own else w, b if b is None or not own else b[i], stride, padding, dilation, size[1])
+            for i in range(2)
+        ]
+    )
+    compare(torch.vmap(ours, axes)(*inputs), theirs, inputs, 1e-10)
+
+
+@cuda
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_other_types(dtype: torch.dtype) -> None:
+    x, w, b = (
+        t.detach().to(dtype).requires_grad_() for t in (random(2, 3, 4, 8, 8), random(2, 4, 1, 3, 3), random(2, 4))
+    )
+    ours = torch.vmap(lambda x, w, b: kernels.filtered(x, w, b, (1, 1), (1, 1), (1, 1)))(x, w, b)
+    wide = [t.detach().double().requires_grad_() for t in (x, w, b)]
+    theirs = torch.stack([F.conv2d(*client, padding=1, groups=4) for client in zip(*wide, strict=True)])
+    near = {"rtol": 1 / 32, "atol": 1 / 8} if dtype is torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-4}
+    assert ours.dtype is dtype
+    assert torch.allclose(ours.double(), theirs, **near)
+    for a, b_ in zip(torch.autograd.grad(ours.sum(), [x, w, b]), torch.autograd.grad(theirs.sum(), wide), strict=True):
+        assert a.dtype is dtype
+        assert torch.allclose(a.double(), b_, **near)
+
+
+@cuda
+def test_what_no_kernel_serves() -> None:
+    found: list[bool] = []
+
+    def served(x: Tensor, w: Tensor) -> bool:
+        def one(x: Tensor, w: Tensor) -> Tensor:
+            found.append(kernels.filtered(x, w, None, *PLAIN) is not None)
+            return x
+
+        torch.vmap(one)(x, w)
+        return found[-1]
+
+    x, w = random(2, 3, 4, 8, 8), random(2, 4, 1, 3, 3)
+    assert served(x, w)
+    assert not served(x, w.float())
+    assert not served(x[:1], w[:1])  # one client alone
+    assert not served(x, random(2, 4, 1, 9, 3))  # larger than the picture
+    assert not served(x, random(2, 4, 1, 8, 8))  # 64 places
+    assert not served(x[:, :0], w)
+    assert kernels.filtered(x[0], w[0], None, *PLAIN) is None  # outside of vmap
+
+
+@cuda
+def test_a_model_with_depthwise_convolutions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Side by side as one by one; groups of two, more filters than channels and other borders are torch's."""
+    data = federation((9, 14, 5), (4, 8, 10), classes=2)
+    met: list[int] = []
+    plain = kernels.filtered
+
+    def filtered(x: Tensor, w: Tensor, *others: object) -> Tensor | None:
+        y = plain(x, w, *others)  # type: ignore[arg-type]
+        met.append(len(w) if y is not None else 0)
+        return y
+
+    monkeypatch.setattr(kernels, "filtered", filtered)
+
+    def model() -> nn.Module:
+        torch.manual_seed(0)
+        layers = (
+            nn.Conv2d(4, 4, 3, padding=1, groups=4),
+            nn.BatchNorm2d(4),
+            nn.ReLU6(),
+            nn.Conv2d(4, 6, 3, stride=2, groups=2),
+            nn.Conv2d(6, 6, (1, 3), padding="same", groups=6),
+            nn.Conv2d(6, 12, 1, groups=6, bias=False),
+            nn.Conv2d(12, 12, 3, groups=12, bias=False),
+        )
+        return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(12, 2))
+
+    options = {"rounds": 2, "device": DEVICE}
+    a = everything(fit("fedavg", model, data, engine="loop", **options))
+    met.clear()
+    b = everything(fit("fedavg", model, data, engine=VectorisedEngine(), **options))
+    assert gap(a, b) < 1e-9
+    assert set(met) >= {4, 12}
+    assert set(met) <= {0, 4, 12}
