@@ -62,5 +62,5 @@ class _CohortFilters(torch.autograd.Function):
         dx = planes.filtered_back(dy, w, ctx.shape) if ctx.needs_input_grad[0] else None
         dw = db = None
         if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
-            dw, db = planes.filter_slopes(x, dy, ctx.shape)
-        return dx, dw, db if ctx.biased else None, None, None, None
+            dw, db = planes.filter_slopes(x, dy, ctx.shape, biased=ctx.biased)
+        return dx, dw, db, None, None, None

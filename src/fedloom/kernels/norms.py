@@ -255,7 +255,7 @@ def wide(x: Tensor) -> tuple[torch.dtype, tl.dtype]:
     return (torch.float64, tl.float64) if x.dtype == torch.float64 else (torch.float32, tl.float32)
 
 
-def pieces(clients: int, channels: int, cells: int) -> tuple[int, int]:
+def _pieces(clients: int, channels: int, cells: int) -> tuple[int, int]:
     """Into how many pieces sums are cut, and their length: enough programs to fill a large device."""
     count = max(1, min(2048 // (clients * channels), cells // (4 * BLOCK)))
     length = triton.cdiv(triton.cdiv(cells, count), BLOCK) * BLOCK
@@ -266,7 +266,7 @@ def moments(x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Mean and variance of (clients, batch, channels, pixels) per client and channel, and the number of values."""
     clients, batch, channels, pixels = x.shape
     kind, accumulator = wide(x)
-    count, length = pieces(clients, channels, batch * pixels)
+    count, length = _pieces(clients, channels, batch * pixels)
     parts = torch.empty((clients, channels, count, 3), dtype=kind, device=x.device)
     _moments[(channels, count, clients)](
         x, x if mask is None else mask, parts, batch, channels, length,
@@ -304,9 +304,9 @@ def sums(
     """Per client and channel the pair (dbias, dweight); ``gated``: ``dy`` is that of a ReLU (of at most 6) behind the norm."""
     clients, batch, channels, pixels = x.shape
     kind, accumulator = wide(x)
-    count, length = pieces(clients, channels, batch * pixels)
-    parts = torch.empty((clients, channels, count, 2), dtype=kind, device=x.device)
-    _sums[(channels, count, clients)](
+    pieces, length = _pieces(clients, channels, batch * pixels)
+    parts = torch.empty((clients, channels, pieces, 2), dtype=kind, device=x.device)
+    _sums[(channels, pieces, clients)](
         x, dy, mean, scale, x if weight is None else weight, x if bias is None else bias, parts, batch, channels, length,
         HW=pixels, GATED=gated, AFFINE=weight is not None, SIX=six, SUM=accumulator, BQ=BLOCK, num_warps=4,
     )  # fmt: skip

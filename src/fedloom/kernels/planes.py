@@ -14,13 +14,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fedloom.kernels.norms import either, pieces, tile, wide
+from fedloom.kernels.norms import either, tile, wide
 from fedloom.kernels.patches import Geometry
 
 PIXELS = 1024
 """Pixels of a program."""
-PRODUCTS = 4096
-"""Places of a filter times pixels that a program multiplies at a time for the gradient of filters."""
+PROGRAMS = 4096
+"""Programs that the gradient of filters is made of at most, unless there are more channels than that: enough to fill a large device."""
 
 
 @triton.jit
@@ -86,28 +86,35 @@ def _filter_slopes(
     x, dy, parts, batch, piece,
     C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, OH: tl.constexpr, OW: tl.constexpr, R: tl.constexpr,
     S: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr, DH: tl.constexpr,
-    DW: tl.constexpr, SUM: tl.constexpr, BT: tl.constexpr, BQ: tl.constexpr,
+    DW: tl.constexpr, BIAS: tl.constexpr, SUM: tl.constexpr, BP: tl.constexpr, BQ: tl.constexpr,
 ):  # fmt: skip
     channel, part, client = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     x += client * batch * (C * H * W)
     dy += client * batch * (C * OH * OW)
-    t = tl.arange(0, BT)
-    down, along = (t // S) * DH - PH, (t % S) * DW - PW
-    products = tl.zeros((BT, BQ), SUM)
-    first = part * piece
-    last = tl.minimum(first + piece, batch * (OH * OW))
-    for start in range(first, last, BQ):
-        q = start + tl.arange(0, BQ)
-        plane, p = (q // (OH * OW)) * C + channel, q % (OH * OW)
-        slope = tl.load(dy + plane * (OH * OW) + p, mask=q < last, other=0.0).to(SUM)
-        i = ((p // OW) * SH)[None, :] + down[:, None]
-        j = ((p % OW) * SW)[None, :] + along[:, None]
-        inside = (q < last)[None, :] & (t < R * S)[:, None] & (i >= 0) & (i < H) & (j >= 0) & (j < W)
-        value = tl.load(x + (plane * (H * W))[None, :] + i * W + j, mask=inside, other=0.0).to(SUM)
-        value = tl.where((t == R * S)[:, None], 1.0, value)  # the bias's
-        products += value * slope[None, :]
     parts += ((client * C + channel) * tl.num_programs(1) + part) * (R * S + 1)
-    tl.store(parts + t, tl.sum(products, 1), mask=t <= R * S)
+    first = part * piece
+    last = tl.minimum(first + piece, batch)
+    # Place by place, each of which reads all planes: what belongs to a pixel is then found once for many pictures.
+    for place in tl.static_range(R * S + BIAS):
+        total = tl.zeros((BP, BQ), SUM)
+        for start in range(0, OH * OW, BQ):
+            q = start + tl.arange(0, BQ)
+            i = (q // OW) * SH + ((place // S) * DH - PH)
+            j = (q % OW) * SW + ((place % S) * DW - PW)
+            inside = q < OH * OW
+            if place < R * S:
+                inside = inside & (i >= 0) & (i < H) & (j >= 0) & (j < W)
+            for begin in range(first, last, BP):
+                picture = begin + tl.arange(0, BP)
+                plane = picture * C + channel
+                here = (picture < last)[:, None] & inside[None, :]
+                slope = tl.load(dy + (plane * (OH * OW))[:, None] + q[None, :], mask=here, other=0.0).to(SUM)
+                if place < R * S:
+                    value = tl.load(x + (plane * (H * W))[:, None] + (i * W + j)[None, :], mask=here, other=0.0)
+                    total += value.to(SUM) * slope
+                else:
+                    total += slope
+        tl.store(parts + place, tl.sum(tl.sum(total, 1), 0))
 
 
 def _sizes(shape: Geometry) -> dict[str, int | bool]:
@@ -146,16 +153,19 @@ def filtered_back(dy: Tensor, w: Tensor, shape: Geometry) -> Tensor:
     return dx
 
 
-def filter_slopes(x: Tensor, dy: Tensor, shape: Geometry) -> tuple[Tensor, Tensor]:
+def filter_slopes(x: Tensor, dy: Tensor, shape: Geometry, *, biased: bool) -> tuple[Tensor, Tensor | None]:
     """The gradients with respect to each client's filters (clients, channels, 1, kernel height, kernel width) and biases (clients, channels)."""
     clients, batch, channels = x.shape[:3]
-    area, places = shape.out[0] * shape.out[1], shape.kernel[0] * shape.kernel[1]
-    count, length = pieces(clients, channels, batch * area)
+    places = shape.kernel[0] * shape.kernel[1]
+    high, across, (pictures, _) = tile(batch, shape.out[0] * shape.out[1], PIXELS)
+    count = max(1, min(PROGRAMS // (clients * channels), pictures))
+    each = triton.cdiv(triton.cdiv(batch, count), high) * high
+    count = triton.cdiv(batch, each)
     kind, in_triton = wide(x)
     parts = x.new_empty(clients, channels, count, places + 1, dtype=kind)
-    tall = triton.next_power_of_2(places + 1)
     _filter_slopes[(channels, count, clients)](
-        x, dy, parts, batch, length, **_sizes(shape), SUM=in_triton, BT=tall, BQ=max(16, min(1024, PRODUCTS // tall)), num_warps=4,
-    )  # fmt: skip
+        x, dy, parts, batch, each, **_sizes(shape), BIAS=int(biased), SUM=in_triton, BP=high, BQ=across, num_warps=4
+    )
     whole = (parts[:, :, 0] if count == 1 else parts.sum(2)).to(x.dtype)
-    return whole[..., :places].reshape(clients, channels, 1, *shape.kernel), whole[..., places]
+    slopes = whole[..., :places].reshape(clients, channels, 1, *shape.kernel)
+    return slopes, whole[..., places] if biased else None
