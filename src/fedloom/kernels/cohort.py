@@ -25,7 +25,7 @@ PATCH_BYTES = 32 << 20
 """Most bytes of one client's patches; measured on an H200, larger ones are faster with cuDNN."""
 LARGE_FILTERS = 25
 LARGE_PATCHES = 48 << 20
-"""The same for filters of at least 5 x 5."""
+"""The same for filters of at least 5 x 5, and for layers with more outputs than inputs, whose gradients cuDNN computes slowly."""
 FEW = 8
 FEW_PATCHES = 80 << 20
 """The same for fewer clients than these, for which cuDNN takes slower ways."""
@@ -89,7 +89,7 @@ def convolved(x: Tensor, w: Tensor, bias: Tensor | None, stride: Pair, padding: 
     for size, k, s, p, d in zip(x.shape[2:], w.shape[2:], stride, padding, dilation, strict=True):
         cells *= (size + 2 * p - d * (k - 1) - 1) // s + 1
     limit = LARGE_PATCHES if w.shape[2:].numel() >= LARGE_FILTERS else PATCH_BYTES
-    limit = FEW_PATCHES if clients(x) < FEW else limit
+    limit = FEW_PATCHES if clients(x) < FEW or w.shape[0] > w.shape[1] else limit
     if w.shape[1:].numel() * x.shape[0] * cells * x.element_size() > limit:
         return F.conv2d(x, w, bias, stride, padding, dilation)
     y: Tensor = _Lifted.apply(_CohortConvolution, x, w, bias, stride, padding, dilation)  # type: ignore[no-untyped-call]
