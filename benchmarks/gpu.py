@@ -281,12 +281,12 @@ def main() -> None:
         "",
         f"{torch.cuda.get_device_name()}, torch {torch.__version__}, Python {platform.python_version()}. {(__doc__ or '').strip().splitlines()[-2]}",
     ]
+    RESULTS.mkdir(exist_ok=True)
     for part in chosen:
         lines += ["", *PARTS[part]()]
-    text = "\n".join([*lines, ""])
+        text = "\n".join([*lines, ""])  # after each part: what is stopped keeps what it has
+        (RESULTS / f"gpu-{date.today().isoformat()}.md").write_text(text)
     print(text)
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / f"gpu-{date.today().isoformat()}.md").write_text(text)
 
 
 if __name__ == "__main__":
