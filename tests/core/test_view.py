@@ -1,0 +1,40 @@
+"""Views of a model on a batch."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import nn
+
+import fedloom as fl
+from fedloom import network, tasks
+from fedloom.bound import bind
+from fedloom.types import Batch
+from fedloom.view import View
+
+
+def test_a_fixed_view_has_no_gradient() -> None:
+    """Nor has one that is made of it; what it returns is the same."""
+    model = nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        bound = bind(
+            fl.method("fedavg"),
+            network.build(model, torch.zeros(2, 4), task="classification"),
+            tasks.named("classification"),
+        )
+    none: Any = None
+    leaves = {name: value.clone().requires_grad_() for name, value in bound.start.items()}
+    view = View(bound, leaves, Batch(torch.randn(6, 4), torch.zeros(6, dtype=torch.long)), none)
+    fixed = view.at(fixed=True)
+    again = fixed.at({name: value * 2 for name, value in leaves.items()})
+    assert view.output.requires_grad
+    assert torch.equal(view.output, fixed.output)
+    assert not fixed.output.requires_grad
+    assert not again.output.requires_grad
+    assert not torch.equal(again.output, fixed.output)
+    with torch.no_grad():
+        assert not view.at().output.requires_grad
+    assert torch.is_grad_enabled()
