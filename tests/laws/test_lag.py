@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import fedloom as fl
 from fedloom.aggregators import similarity
-from fedloom.plugins.lag import VALUE, conflicts, gram, spread
+from fedloom.plugins.lag import VALUE, _Lag, conflicts, gram, spread
 from fedloom.types import Seen
 from tests.helpers import bn_mlp, everything, federation, fit, gap, identical, mlp, mostly_slow, own, run_of, shared
 
@@ -338,3 +338,14 @@ def test_what_a_personal_leaf_is_measured_from() -> None:
         assert [told.base(n).tolist() for n in names] == [[0.0, 0.0], [11.0, 11.0], [2.0, 2.0]]
     assert told.base("personal") is start["personal"]
     assert told.base("plain") is received["plain"]
+
+
+@pytest.mark.parametrize("weights", ["uniform", "samples"])
+def test_the_mean_of_layers_that_nobody_moved_stays_where_it_is(weights: str) -> None:
+    """To the bit: what clients differ in is added up, not the long values themselves, of which a sum in float32 forgets it."""
+    leaf = torch.randn(1000, generator=torch.Generator().manual_seed(0))
+    facts = {"ids": ["a", "b", "c"], "rows": [7, 8, 9], "leaves": {"w": leaf}, "__len__": lambda cohort: 3}
+    options = _Lag(1, 0.0, weights, "per_round", "layer", 0, "conflict", "conflict", True)
+    sent = {"lag": {"w": torch.zeros(3, 1000)}}
+    made, _ = options.average(sent, {"gate:w": torch.zeros(())}, type("Few", (), facts)(), ["w"], {"w"})
+    assert not made["personal"]["w"].any()

@@ -215,13 +215,14 @@ class _Lag:
             # Copied: a view would keep what all of them have for as long as one is kept.
             memory |= dict(zip([f"{VALUE}{client}" for client in ids], tree.copies(ended.unbind()), strict=True))
             if some_kept:
+                ended.sub_(sent)  # first: a mean of long values would have lost what they differ in
                 if not even:
                     torch._foreach_mul_(ended.unbind(), [float(n) for n in rows[first : first + some]])
                 part = ended.sum(0)
                 mean = part if mean is None else mean.add_(part)
         if mean is None:
             return reduced, memory
-        mean.div_(len(cohort) if even else sum(rows)).sub_(sent)
+        mean.div_(len(cohort) if even else sum(rows))
         means = zip(leaves, mean.split_with_sizes(widths), strict=True)
         return {**reduced, "personal": {n: v.view_as(cohort.leaves[n]) for n, v in means if n in personal}}, memory
 
