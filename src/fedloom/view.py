@@ -166,7 +166,7 @@ class View:
         *,
         batch: Batch | None = None,
         train: bool | None = None,
-        fixed: bool = False,
+        fixed: bool | None = None,
     ) -> View:
         """The same model at other leaves (those not named stay), on another batch, or in another mode; ``fixed`` for no gradient."""
         return View(
@@ -181,7 +181,7 @@ class View:
             trained=self.trained,
             step=self._step,
             leaves=self.leaves if leaves is None else {**self.leaves, **leaves},
-            fixed=self._fixed or fixed,
+            fixed=self._fixed if fixed is None else fixed,
         )
 
     def gradient(self, fn: Callable[[View], Tensor], names: tuple[str, ...]) -> Leaves:
@@ -192,7 +192,7 @@ class View:
         buffers = [n for n in self.leaves if n in self._bound.specs and self._bound.specs[n].buffer]
 
         def inner(moved: Leaves) -> Tensor:
-            return fn(self.at({**moved, **{n: self.leaves[n].clone() for n in buffers}}))
+            return fn(self.at({**moved, **{n: self.leaves[n].clone() for n in buffers}}, fixed=False))
 
         with sdpa_kernel(SDPBackend.MATH):  # torch's fused kernels have one derivative only
             found: Leaves = torch.func.grad(inner)({n: self.leaves[n] for n in names})

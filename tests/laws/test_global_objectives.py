@@ -12,12 +12,14 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
 
 import fedloom as fl
 from fedloom.methods.global_classes import balanced_order, bhattacharyya, matched
-from fedloom.objectives.classes import divergence, weighted_cross_entropy
-from fedloom.types import Batch
+from fedloom.objectives.classes import divergence, teacher, weighted_cross_entropy
+from fedloom.slots import Term
+from fedloom.types import Batch, Seen
+from fedloom.view import View
 from tests.helpers import bn_mlp, everything, federation, fit, gap, identical, mlp, own, run_of, shared
 from tests.laws.test_global_server import slide, slopes
 
@@ -316,3 +318,19 @@ def test_segmentation_on_both_engines(text: str) -> None:
     plain = fit("fedavg", dense, pictures(), **options)
     assert not identical(shared(plain), shared(a))
     assert all(math.isfinite(r["loss"]) for r in a.history)
+
+
+def test_a_teacher_has_no_gradient_but_one_can_be_asked_of_it() -> None:
+    """What it says is a constant to the student; ``view.gradient`` at its leaves is theirs all the same."""
+    found: list[tuple[bool, float]] = []
+
+    def fn(view: View, batch: Batch, seen: Seen) -> Tensor:
+        known = teacher(view, seen, {name: view.leaves[name] for name in view.trained})
+        moved = known.gradient(lambda other: other.loss(), view.trained)
+        found.append((known.logits.requires_grad, max(float(v.detach().abs().max()) for v in moved.values())))
+        return view.loss()
+
+    fit(fl.fedavg().adding(terms=(Term(owner="asks", fn=fn),)), rounds=1, epochs=1)
+    assert found
+    assert not any(moves for moves, _ in found)
+    assert all(size > 0 for _, size in found)
