@@ -25,10 +25,11 @@ PATCH_BYTES = 32 << 20
 """Most bytes of one client's patches; measured on an H200, larger ones are faster with cuDNN."""
 LARGE_FILTERS = 25
 LARGE_PATCHES = 48 << 20
-"""The same for filters of at least 5 x 5, and for layers with more outputs than inputs, whose gradients cuDNN computes slowly."""
+"""The same for filters of at least 5 x 5."""
 FEW = 8
 FEW_PATCHES = 80 << 20
-"""The same for fewer clients than these, for which cuDNN takes slower ways."""
+"""The same for fewer clients than these, for which cuDNN takes slower ways, and for layers with more outputs than inputs, whose gradients it
+computes slowly."""
 KEPT_BYTES = 1 << 30
 """Most bytes of patches that one layer keeps for its backward pass; larger ones are laid out again."""
 SMALL_FILTERS = 4096
