@@ -183,7 +183,8 @@ class CohortMaxPool2d(nn.MaxPool2d):
     def window(self) -> tuple[int, int] | None:
         """Height and width of the windows if a kernel serves them, which do not overlap then."""
         size, stride, padding, dilation = (
-            v if isinstance(v, tuple) else (v, v) for v in (self.kernel_size, self.stride, self.padding, self.dilation)
+            (v, v) if isinstance(v, int) else (v[0], v[1])
+            for v in (self.kernel_size, self.stride, self.padding, self.dilation)
         )
         plain = size == stride and padding == (0, 0) and dilation == (1, 1) and not self.ceil_mode
         return size if plain and not self.return_indices and max(size) <= 8 else None

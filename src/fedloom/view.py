@@ -154,7 +154,8 @@ class View:
 
     def head(self, z: Tensor) -> Tensor:
         """The head alone, applied to features."""
-        return self._bound.network.head(self.leaves, z)
+        with self._graded():
+            return self._bound.network.head(self.leaves, z)
 
     def of(self, copy: str) -> Leaves:
         """The leaves of another copy of the model."""
@@ -198,6 +199,9 @@ class View:
             found: Leaves = torch.func.grad(inner)({n: self.leaves[n] for n in names})
         return found
 
+    def _graded(self) -> torch.set_grad_enabled:
+        return torch.set_grad_enabled(torch.is_grad_enabled() and not self._fixed)
+
     def _run(self) -> None:
         bound, seen = self._bound, self._seen
         rewrite = bound.method.partition.rewrite
@@ -209,7 +213,7 @@ class View:
             summed=frozenset(asked) - {n for n in asked if not isinstance(n, Summed)},
             rewrite=None if rewrite is None else lambda z: rewrite(z, leaves, seen),
         )
-        with torch.set_grad_enabled(torch.is_grad_enabled() and not self._fixed):
+        with self._graded():
             self._out = bound.network(leaves, self.batch.x, frame, train=self._train, still=self._still)
         self._features, self._summaries = frame.features, frame.summaries
         if bound.network.autocast is not None:  # client code multiplies them by leaves: of their type, as the output is

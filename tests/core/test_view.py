@@ -35,6 +35,9 @@ def test_a_fixed_view_has_no_gradient() -> None:
     assert not fixed.output.requires_grad
     assert not again.output.requires_grad
     assert not torch.equal(again.output, fixed.output)
+    z = torch.randn(6, 5)
+    assert view.head(z).requires_grad
+    assert not fixed.head(z).requires_grad
     with torch.no_grad():
         assert not view.at().output.requires_grad
     assert torch.is_grad_enabled()

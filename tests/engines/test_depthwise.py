@@ -66,7 +66,7 @@ def test_other_types(dtype: torch.dtype) -> None:
 
 
 @cuda
-def test_what_no_kernel_serves() -> None:
+def test_what_no_kernel_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[bool] = []
 
     def served(x: Tensor, w: Tensor) -> bool:
@@ -84,6 +84,10 @@ def test_what_no_kernel_serves() -> None:
     assert not served(x, random(2, 4, 1, 9, 3))  # larger than the picture
     assert not served(x, random(2, 4, 1, 8, 8))  # 64 places
     assert not served(x[:, :0], w)
+    assert not served(random(2, 3, 5, 8, 8), w)  # another number of channels
+    monkeypatch.setattr(kernels.depthwise, "NUMBERS", 3 * 4 * 8 * 8 - 1)
+    assert not served(x, w)  # too many numbers for addresses of 32 bits
+    monkeypatch.undo()
     assert kernels.filtered(x[0], w[0], None, *PLAIN) is None  # outside of vmap
 
 

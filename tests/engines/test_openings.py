@@ -109,6 +109,7 @@ def test_what_no_kernel_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not served(x, w, b, window=(7, 2))  # larger than the map
     assert not served(x[:1], w[:1], b[:1])  # one client alone
     assert not served(numbers(2, 3, 15, 8, 8), numbers(2, 8, 15, 3, 3), b)  # long patches
+    assert not served(numbers(2, 3, 4, 8, 8), w, b)  # another number of channels
     assert not served(x, numbers(2, 65, 3, 3, 3), numbers(2, 65))
     assert kernels.opened(x[0], w[0], b[0], PLAIN, (2, 2)) is None  # outside of vmap
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Any
 
@@ -84,17 +84,25 @@ def shortened(x: Tensor, w: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor
 
 def convolved(x: Tensor, w: Tensor, bias: Tensor | None, stride: Pair, padding: Pair, dilation: Pair) -> Tensor | None:
     """The convolution of one client inside ``vmap``; None where no kernel of ours serves."""
-    if not serves(x, w, bias) or clients(x) == 1:  # cuDNN is as fast for one client, and has nothing to compile
+    if (
+        not x.numel() or not serves(x, w, bias) or clients(x) == 1
+    ):  # cuDNN is as fast for one, and has nothing to compile
         return None
-    cells = 1
-    for size, k, s, p, d in zip(x.shape[2:], w.shape[2:], stride, padding, dilation, strict=True):
-        cells *= (size + 2 * p - d * (k - 1) - 1) // s + 1
+    rows, columns = sides(x.shape[2:], w.shape[2:], stride, padding, dilation)
     limit = LARGE_PATCHES if w.shape[2:].numel() >= LARGE_FILTERS else PATCH_BYTES
-    limit = FEW_PATCHES if clients(x) < FEW or w.shape[0] > w.shape[1] else limit
-    if w.shape[1:].numel() * x.shape[0] * cells * x.element_size() > limit:
+    widening = w.shape[0] > w.shape[1] and torch.is_grad_enabled()
+    limit = FEW_PATCHES if clients(x) < FEW or widening else limit
+    if w.shape[1:].numel() * x.shape[0] * rows * columns * x.element_size() > limit:
         return F.conv2d(x, w, bias, stride, padding, dilation)
     y: Tensor = _Lifted.apply(_CohortConvolution, x, w, bias, stride, padding, dilation)  # type: ignore[no-untyped-call]
     return y
+
+
+def sides(size: Sequence[int], kernel: Sequence[int], stride: Pair, padding: Pair, dilation: Pair) -> Pair:
+    """Height and width of what a convolution returns."""
+    each = zip(size, kernel, stride, padding, dilation, strict=True)
+    rows, columns = ((n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, s, p, d in each)
+    return rows, columns
 
 
 def pooled(x: Tensor, kernel: Pair) -> Tensor:

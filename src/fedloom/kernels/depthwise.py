@@ -7,11 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedloom.kernels.cohort import Pair, _Lifted, clients, serves
+from fedloom.kernels.cohort import Pair, _Lifted, clients, serves, sides
 from fedloom.kernels.rows import _laid
 
 LARGEST = 63
 """Most places of a filter."""
+NUMBERS = 2**31 - 1
+"""Most numbers of a client's map: the kernels' addresses within it have 32 bits."""
 
 
 def filtered(x: Tensor, w: Tensor, bias: Tensor | None, stride: Pair, padding: Pair, dilation: Pair) -> Tensor | None:
@@ -26,12 +28,12 @@ def filtered(x: Tensor, w: Tensor, bias: Tensor | None, stride: Pair, padding: P
         dilation: of the convolution.
     """
     given = [w] if bias is None else [w, bias]
-    fits = x.dim() == 4 and x.numel() and x.is_floating_point() and w[0].numel() <= LARGEST
+    fits = x.dim() == 4 and x.numel() and x.is_floating_point() and x.shape[1] == len(w) and w[0].numel() <= LARGEST
     if not fits or any(t.dtype != x.dtype for t in given) or not serves(x, shared=given) or clients(x) == 1:
         return None
-    sides = zip(x.shape[2:], w.shape[2:], padding, dilation, strict=True)
-    if any(size + 2 * p < d * (k - 1) + 1 for size, k, p, d in sides):
-        return None  # torch says what is wrong
+    out = sides(x.shape[2:], w.shape[2:], stride, padding, dilation)
+    if min(out) < 1 or max(x.numel(), x.shape[:2].numel() * out[0] * out[1]) > NUMBERS:
+        return None  # torch says what is wrong, or has longer addresses
     y: Tensor = _Lifted.apply(_CohortFilters, x, w, bias, stride, padding, dilation)  # type: ignore[no-untyped-call]
     return y
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedloom.kernels.cohort import Pair, _Lifted, clients, serves, slopes
+from fedloom.kernels.cohort import Pair, _Lifted, clients, serves, sides, slopes
 from fedloom.kernels.rows import _laid
 
 SHORT, FEW = 128, 64
@@ -66,9 +66,9 @@ def opened(
     typed = x.dtype in (torch.float16, torch.bfloat16) or (x.dtype is torch.float32 and torch.backends.cudnn.allow_tf32)
     if not typed or any(t.dtype != x.dtype for t in given) or w.shape[1:].numel() > SHORT or len(w) > FEW:
         return None
-    sides = zip(x.shape[2:], w.shape[2:], *steps, strict=True)
-    out = [(size + 2 * p - d * (k - 1) - 1) // s + 1 for size, k, s, p, d in sides]
-    if window[1] != 2 or window[0] > out[0] or out[1] < 2 or not serves(x, shared=given) or clients(x) == 1:
+    out = sides(x.shape[2:], w.shape[2:], *steps)
+    fits = x.shape[1] == w.shape[1] and window[1] == 2 and window[0] <= out[0] and out[1] >= 2
+    if not fits or not serves(x, shared=given) or clients(x) == 1:
         return None
     y: Tensor = _Lifted.apply(_CohortOpening, x, w, bias, steps, window[0], six, last)  # type: ignore[no-untyped-call]
     return y

@@ -96,9 +96,8 @@ def opened(x: Tensor, w: Tensor, bias: Tensor | None, shape: Geometry, high: int
     y = x.new_empty(clients, batch, *size)
     tall = max(16, triton.next_power_of_2(outputs))
     across = max(16, min(TILE // tall, triton.next_power_of_2(rows * columns)))
-    sizes = {name: value for name, value in shape.sizes.items() if name not in ("K", "APART")}
     _open[(clients * batch, triton.cdiv(rows * columns, across))](
-        x, w, either(bias, x), y, batch, w.stride(0), 0 if bias is None else bias.stride(0), **sizes, N=outputs,
+        x, w, either(bias, x), y, batch, w.stride(0), 0 if bias is None else bias.stride(0), **shape.sizes, N=outputs,
         HIGH=high, BIAS=bias is not None, SIX=six, LAST=last, BO=tall, BK=DEEP, BQ=across, num_warps=2,
     )  # fmt: skip
     return y.permute(0, 1, 4, 2, 3) if last else y

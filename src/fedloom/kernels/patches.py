@@ -29,6 +29,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fedloom.kernels.cohort import sides
 from fedloom.kernels.norms import TILE, either, normal, rectified, shut, tile, wide
 
 
@@ -49,9 +50,7 @@ class Geometry:
     @cached_property
     def out(self) -> tuple[int, int]:
         """Height and width of the output."""
-        sizes = zip((self.height, self.width), self.kernel, self.stride, self.padding, self.dilation, strict=True)
-        rows, columns = ((n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, s, p, d in sizes)
-        return rows, columns
+        return sides((self.height, self.width), self.kernel, self.stride, self.padding, self.dilation)
 
     @property
     def inner(self) -> int:
@@ -64,13 +63,12 @@ class Geometry:
         return -(-(self.inner + self.bias) // 8) * 8
 
     @property
-    def sizes(self) -> dict[str, int | bool]:
+    def sizes(self) -> dict[str, int]:
         """What the kernels are compiled for."""
         return {
             "C": self.channels, "H": self.height, "W": self.width, "OH": self.out[0], "OW": self.out[1],
             "R": self.kernel[0], "S": self.kernel[1], "SH": self.stride[0], "SW": self.stride[1],
             "PH": self.padding[0], "PW": self.padding[1], "DH": self.dilation[0], "DW": self.dilation[1],
-            "K": self.rows, "APART": self.apart,
         }  # fmt: skip
 
 
@@ -301,7 +299,7 @@ def gathered(x: Tensor, shape: Geometry) -> Tensor:
     pixels, rows = batch * area, shape.rows
     out = x.new_empty((clients, batch, rows, area) if shape.apart else (clients, rows, pixels))
     grid = (triton.cdiv(pixels, 256), triton.cdiv(rows, 8), clients)
-    _gather[grid](x, out, pixels, **shape.sizes, ONES=shape.bias, BK=8, BP=256, num_warps=4)
+    _gather[grid](x, out, pixels, **shape.sizes, K=rows, APART=shape.apart, ONES=shape.bias, BK=8, BP=256, num_warps=4)
     return out
 
 
@@ -312,7 +310,7 @@ def scattered(d: Tensor, size: torch.Size, shape: Geometry) -> Tensor:
     cells = dx[0].numel()
     pixels = batch * shape.out[0] * shape.out[1]
     _scatter[(triton.cdiv(cells, 512), clients)](
-        d, dx, cells, pixels, **shape.sizes, SUM=wide(d)[1], BQ=512, num_warps=4
+        d, dx, cells, pixels, **shape.sizes, K=shape.rows, APART=shape.apart, SUM=wide(d)[1], BQ=512, num_warps=4
     )
     return dx
 

@@ -117,10 +117,6 @@ def _filter_slopes(
         tl.store(parts + place, tl.sum(tl.sum(total, 1), 0))
 
 
-def _sizes(shape: Geometry) -> dict[str, int | bool]:
-    return {name: value for name, value in shape.sizes.items() if name not in ("K", "APART")}
-
-
 def filtered(x: Tensor, w: Tensor, bias: Tensor | None, shape: Geometry) -> Tensor:
     """The depthwise convolution of (clients, batch, channels, height, width), without gaps.
 
@@ -135,7 +131,7 @@ def filtered(x: Tensor, w: Tensor, bias: Tensor | None, shape: Geometry) -> Tens
     planes = batch * channels
     high, across, grid = tile(planes, shape.out[0] * shape.out[1], PIXELS)
     _filtered[(*grid, clients)](
-        x, w, either(bias, x), y, w.stride(0), 0 if bias is None else bias.stride(0), planes, **_sizes(shape),
+        x, w, either(bias, x), y, w.stride(0), 0 if bias is None else bias.stride(0), planes, **shape.sizes,
         BIAS=bias is not None, SUM=wide(x)[1], BP=high, BQ=across, num_warps=4,
     )  # fmt: skip
     return y
@@ -148,7 +144,7 @@ def filtered_back(dy: Tensor, w: Tensor, shape: Geometry) -> Tensor:
     planes = batch * channels
     high, across, grid = tile(planes, shape.height * shape.width, PIXELS)
     _filtered_back[(*grid, clients)](
-        dy, w, dx, w.stride(0), planes, **_sizes(shape), SUM=wide(dy)[1], BP=high, BQ=across, num_warps=4
+        dy, w, dx, w.stride(0), planes, **shape.sizes, SUM=wide(dy)[1], BP=high, BQ=across, num_warps=4
     )
     return dx
 
@@ -164,7 +160,7 @@ def filter_slopes(x: Tensor, dy: Tensor, shape: Geometry, *, biased: bool) -> tu
     kind, in_triton = wide(x)
     parts = x.new_empty(clients, channels, count, places + 1, dtype=kind)
     _filter_slopes[(channels, count, clients)](
-        x, dy, parts, batch, each, **_sizes(shape), BIAS=int(biased), SUM=in_triton, BP=high, BQ=across, num_warps=4
+        x, dy, parts, batch, each, **shape.sizes, BIAS=int(biased), SUM=in_triton, BP=high, BQ=across, num_warps=4
     )
     whole = (parts[:, :, 0] if count == 1 else parts.sum(2)).to(x.dtype)
     slopes = whole[..., :places].reshape(clients, channels, 1, *shape.kernel)
