@@ -215,9 +215,7 @@ class _Lag:
             # Copied: a view would keep what all of them have for as long as one is kept.
             memory |= dict(zip([f"{VALUE}{client}" for client in ids], tree.copies(ended.unbind()), strict=True))
             if some_kept:
-                for at, kept in parts:
-                    if kept:  # before they are added up: a mean of long values would have lost what they differ in
-                        ended[:, at].sub_(sent[at])
+                ended.sub_(sent)  # before they are added up: a mean of long values would have lost what they differ in
                 if not even:
                     torch._foreach_mul_(ended.unbind(), [float(n) for n in rows[first : first + some]])
                 part = ended.sum(0)
