@@ -115,12 +115,12 @@ def project(
 
 
 def farthest(values: Mapping[str, Tensor], centre: Mapping[str, Tensor], whole: Tensor | None = None) -> Tensor:
-    """``max_i ||v_i - c||^2`` over the clients i of stacked leaves, to the precision of the leaves and still on the device."""
+    """``max_i ||v_i - c||^2`` over the clients i of stacked leaves, in float64 and still on the device."""
     _, some = _pieces(values)
     centres = side_by_side((centre[name].reshape(1, -1) for name in values), some)
     pieces = side_by_side(values.values(), some) if whole is None else iter((whole,))
     each = zip(pieces, centres, strict=True)
-    gaps = [(piece - middle).square_().sum(1) for piece, middle in each]
+    gaps = [(piece - middle).square_().sum(1, dtype=torch.float64) for piece, middle in each]
     return sum(gaps[1:], gaps[0]).max()
 
 
