@@ -19,6 +19,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from fedloom import kernels
 from fedloom.encoders import DenseEncoder, TwiceLayerNorm
 from fedloom.frames import Frame, current, uniform_like
+from fedloom.kernels.geometry import Steps
 from fedloom.recurrent import MappedGRU, MappedLSTM, MappedRNN
 
 FUSE = True
@@ -154,7 +155,7 @@ class CohortConv2d(nn.Conv2d):
             y = served(x, weight, bias, *steps)
         return self._conv_forward(x, weight, bias) if y is None else y
 
-    def steps(self) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int]] | None:
+    def steps(self) -> Steps | None:
         """Stride, padding and dilation where kernels can serve; None for some groups and for borders that are not of zeros."""
         whole = self.groups == 1 or self.groups == self.in_channels == self.out_channels
         if not whole or self.padding_mode != "zeros" or isinstance(self.padding, str):
@@ -267,14 +268,14 @@ def _pooled(
     conv, relu, pool = parts[at], *(parts[i] for i in behind)
     if type(conv) is not CohortConv2d or type(relu) not in _RELUS or type(pool) is not CohortMaxPool2d:
         return None
-    window, steps, end, six = pool.window(), conv.steps(), behind[1] + 1, type(relu) is nn.ReLU6
+    window, steps = pool.window(), conv.steps() if conv.groups == 1 else None
+    end, six = behind[1] + 1, type(relu) is nn.ReLU6
     if window is None or x.dim() != 4 or not x.numel() or not kernels.serves(x):
         return None
     heard = _heard(parts[at:end], names[at:end], current())
     if any(h is not False for h in heard[:-1]) or heard[-1] is None:
         return None
     x, weight, bias = kernels.shortened(x, conv.weight, conv.bias)
-    steps = steps if conv.groups == 1 else None
     y = None if steps is None else kernels.opened(x, weight, bias, steps, window, six=six, last=last)
     if y is None:
         if bias is None or _inside(conv.weight) or _inside(bias):

@@ -7,9 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedloom import frames, kernels, layers, network
+from fedloom import kernels, layers, network
 from fedloom.engines.vectorised import VectorisedEngine
 from tests.engines.test_kernels import DEVICE, cuda
+from tests.engines.test_tapped_kernels import returned
 from tests.helpers import everything, federation, fit, gap
 
 Steps = tuple[tuple[int, int], tuple[int, int], tuple[int, int]]
@@ -135,16 +136,8 @@ def test_where_a_model_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "opened", opened)
 
     def made(wanted: str, own: bool, gradient: bool) -> list[Tensor]:
-        built.want(frozenset(wanted.split()))
         mine = {n: torch.stack([v, v]) for n, v in leaves.items()} if own else {}
-
-        def out(x: Tensor, mine: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-            frame = frames.Frame(wanted=frozenset(wanted.split()))
-            return built({**leaves, **mine}, x, frame, train=False), frame.features
-
-        with torch.set_grad_enabled(gradient):
-            y, features = torch.vmap(out)(x, mine)
-        return [y, *features.values()]
+        return returned(built, leaves, mine, x, wanted, gradient=gradient)
 
     for wanted, own, gradient, expected in (
         ("", False, False, 2),

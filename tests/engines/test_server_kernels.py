@@ -7,11 +7,8 @@ import torch
 
 from fedloom import reducers, tree
 from fedloom.aggregators import similarity
-from tests.engines.test_kernels import DEVICE, cuda
-
-
-def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(len(shape))).to(DEVICE, dtype)
+from tests.engines.test_kernels import cuda
+from tests.engines.test_openings import numbers
 
 
 @cuda

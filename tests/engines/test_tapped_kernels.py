@@ -13,8 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fedloom as fl
-from fedloom import frames, kernels, layers
+from fedloom import frames, kernels, layers, network
 from fedloom.engines.vectorised import VectorisedEngine
+from fedloom.types import Leaves
 from fedloom.view import View
 from tests.engines.test_kernels import DEVICE, Cohort, compare, cuda, random, same, taken
 from tests.helpers import everything, federation, fit, gap
@@ -90,6 +91,21 @@ def test_who_listens_to_a_relu_gets_what_it_returns(taken: list[str], monkeypatc
     assert taken == ["chained 1x1"]
 
 
+def returned(
+    built: network.Network, leaves: Leaves, mine: Leaves, x: Tensor, wanted: str, *, gradient: bool
+) -> list[Tensor]:
+    """What a model returns in evaluation mode for clients side by side, some leaves being their own, and features that are wanted."""
+    built.want(frozenset(wanted.split()))
+
+    def out(x: Tensor, mine: Leaves) -> tuple[Tensor, Leaves]:
+        frame = frames.Frame(wanted=frozenset(wanted.split()))
+        return built({**leaves, **mine}, x, frame, train=False), frame.features
+
+    with torch.set_grad_enabled(gradient):
+        y, features = torch.vmap(out)(x, mine)
+    return [y, *features.values()]
+
+
 @cuda
 @pytest.mark.parametrize("relu", [nn.ReLU(inplace=True), nn.ReLU6()], ids=["relu", "relu6"])
 def test_bias_of_a_convolution_that_all_clients_share(relu: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,17 +117,8 @@ def test_bias_of_a_convolution_that_all_clients_share(relu: nn.Module, monkeypat
     x = 3 * random(2, 7, 3, 8, 10)
 
     def made(wanted: str = "", own: str = "", gradient: bool = False) -> list[Tensor]:
-        built = Cohort(net).net
-        built.want(frozenset(wanted.split()))
         mine = {n: torch.stack([v, v]) for n, v in leaves.items() if n in own.split()}
-
-        def out(x: Tensor, mine: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-            frame = frames.Frame(wanted=frozenset(wanted.split()))
-            return built({**leaves, **mine}, x, frame, train=False), frame.features
-
-        with torch.set_grad_enabled(gradient):
-            y, features = torch.vmap(out)(x, mine)
-        return [y, *features.values()]
+        return returned(Cohort(net).net, leaves, mine, x, wanted, gradient=gradient)
 
     given: list[bool] = []
     plain = kernels.acted_last

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
@@ -17,9 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from fedloom.kernels.geometry import Geometry, Pair, sides
 from fedloom.numerics import tf32
-
-Pair = tuple[int, int]
 
 PATCH_BYTES = 32 << 20
 """Most bytes of one client's patches; measured on an H200, larger ones are faster with cuDNN."""
@@ -84,11 +83,10 @@ def shortened(x: Tensor, w: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor
 
 def convolved(x: Tensor, w: Tensor, bias: Tensor | None, stride: Pair, padding: Pair, dilation: Pair) -> Tensor | None:
     """The convolution of one client inside ``vmap``; None where no kernel of ours serves."""
-    if (
-        not x.numel() or not serves(x, w, bias) or clients(x) == 1
-    ):  # cuDNN is as fast for one, and has nothing to compile
+    # For one client cuDNN is as fast, and has nothing to compile.
+    if not x.numel() or not serves(x, w, bias) or clients(x) == 1:
         return None
-    rows, columns = sides(x.shape[2:], w.shape[2:], stride, padding, dilation)
+    rows, columns = sides(x.shape[2:], w.shape[2:], (stride, padding, dilation))
     limit = LARGE_PATCHES if w.shape[2:].numel() >= LARGE_FILTERS else PATCH_BYTES
     widening = w.shape[0] > w.shape[1] and torch.is_grad_enabled()
     limit = FEW_PATCHES if clients(x) < FEW or widening else limit
@@ -98,11 +96,10 @@ def convolved(x: Tensor, w: Tensor, bias: Tensor | None, stride: Pair, padding: 
     return y
 
 
-def sides(size: Sequence[int], kernel: Sequence[int], stride: Pair, padding: Pair, dilation: Pair) -> Pair:
-    """Height and width of what a convolution returns."""
-    each = zip(size, kernel, stride, padding, dilation, strict=True)
-    rows, columns = ((n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, s, p, d in each)
-    return rows, columns
+def serves_filters(x: Tensor, w: Tensor, bias: Tensor | None) -> bool:
+    """Whether kernels serve a layer of several clients, who may share filters and bias, both in the type of the pictures."""
+    given = [w] if bias is None else [w, bias]
+    return all(t.dtype == x.dtype for t in given) and serves(x, shared=given) and clients(x) > 1
 
 
 def pooled(x: Tensor, kernel: Pair) -> Tensor:
@@ -154,12 +151,9 @@ class _CohortConvolution(torch.autograd.Function):
     ) -> Tensor:
         from fedloom.kernels import patches
 
-        clients, batch, channels, height, width = x.shape
-        outputs, kernel = w.shape[1], (w.shape[3], w.shape[4])
+        clients, batch, outputs = *x.shape[:2], w.shape[1]
         small = w[0].numel() <= SMALL_FILTERS
-        shape = patches.Geometry(
-            channels, height, width, kernel, stride, padding, dilation, bias is not None, apart=small
-        )
+        shape = Geometry.of(x, w, (stride, padding, dilation), bias=bias is not None, apart=small)
         x = x.contiguous()
         matrix = _filters(w, bias, shape.rows)
         columns = patches.gathered(x, shape)

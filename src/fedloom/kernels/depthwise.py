@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedloom.kernels.cohort import Pair, _Lifted, clients, serves, sides
+from fedloom.kernels.cohort import _Lifted, serves_filters
+from fedloom.kernels.geometry import Geometry, Pair, sides
 from fedloom.kernels.rows import _laid
 
 LARGEST = 63
@@ -27,11 +28,10 @@ def filtered(x: Tensor, w: Tensor, bias: Tensor | None, stride: Pair, padding: P
         padding: of the convolution.
         dilation: of the convolution.
     """
-    given = [w] if bias is None else [w, bias]
     fits = x.dim() == 4 and x.numel() and x.is_floating_point() and x.shape[1] == len(w) and w[0].numel() <= LARGEST
-    if not fits or any(t.dtype != x.dtype for t in given) or not serves(x, shared=given) or clients(x) == 1:
+    if not fits or not serves_filters(x, w, bias):
         return None
-    out = sides(x.shape[2:], w.shape[2:], stride, padding, dilation)
+    out = sides(x.shape[2:], w.shape[2:], (stride, padding, dilation))
     if min(out) < 1 or max(x.numel(), x.shape[:2].numel() * out[0] * out[1]) > NUMBERS:
         return None  # torch says what is wrong, or has longer addresses
     y: Tensor = _Lifted.apply(_CohortFilters, x, w, bias, stride, padding, dilation)  # type: ignore[no-untyped-call]
@@ -45,11 +45,9 @@ class _CohortFilters(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, stride: Pair, padding: Pair, dilation: Pair
     ) -> Tensor:
-        from fedloom.kernels import patches, planes
+        from fedloom.kernels import planes
 
-        channels, height, width = x.shape[2:]
-        kernel = (w.shape[3], w.shape[4])
-        shape = patches.Geometry(channels, height, width, kernel, stride, padding, dilation, bias=False, apart=False)
+        shape = Geometry.of(x, w, (stride, padding, dilation))
         x, w, bias = x.contiguous(), _laid(w), None if bias is None else _laid(bias)
         ctx.shape, ctx.biased = shape, bias is not None
         ctx.save_for_backward(x, w)

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedloom.kernels.cohort import Pair, _Lifted, clients, serves, sides, slopes
+from fedloom.kernels.cohort import _Lifted, serves_filters, slopes
+from fedloom.kernels.geometry import Geometry, Pair, Steps, sides
 from fedloom.kernels.rows import _laid
 
-SHORT, FEW = 128, 64
+SHORT, FILTERS = 128, 64
 """Longest patch, and most filters, of a convolution that goes through one kernel with what is behind it."""
 
 
@@ -44,7 +45,7 @@ def opened(
     x: Tensor,
     w: Tensor,
     bias: Tensor | None,
-    steps: tuple[Pair, Pair, Pair],
+    steps: Steps,
     window: Pair,
     *,
     six: bool = False,
@@ -56,19 +57,18 @@ def opened(
         x: (batch, channels, height, width).
         w: the filters, which clients may share, as they may the bias.
         bias: of each filter, or None.
-        steps: stride, padding and dilation of the convolution.
+        steps: of the convolution.
         window: height and width of the windows.
         six: whether the activation ends at 6.
         last: whether channels lie last in what is returned.
     """
-    given = [w] if bias is None else [w, bias]
     # Products of float32 are TF32's where torch lets convolutions use it, as it does unless it is told not to.
     typed = x.dtype in (torch.float16, torch.bfloat16) or (x.dtype is torch.float32 and torch.backends.cudnn.allow_tf32)
-    if not typed or any(t.dtype != x.dtype for t in given) or w.shape[1:].numel() > SHORT or len(w) > FEW:
+    if not typed or w.shape[1:].numel() > SHORT or len(w) > FILTERS:
         return None
-    out = sides(x.shape[2:], w.shape[2:], *steps)
+    out = sides(x.shape[2:], w.shape[2:], steps)
     fits = x.shape[1] == w.shape[1] and window[1] == 2 and window[0] <= out[0] and out[1] >= 2
-    if not fits or not serves(x, shared=given) or clients(x) == 1:
+    if not fits or not serves_filters(x, w, bias):
         return None
     y: Tensor = _Lifted.apply(_CohortOpening, x, w, bias, steps, window[0], six, last)  # type: ignore[no-untyped-call]
     return y
@@ -206,16 +206,14 @@ class _CohortOpening(torch.autograd.Function):
         x: Tensor,
         w: Tensor,
         bias: Tensor | None,
-        steps: tuple[Pair, Pair, Pair],
+        steps: Steps,
         high: int,
         six: bool,
         last: bool,
     ) -> Tensor:
-        from fedloom.kernels import openings, patches
+        from fedloom.kernels import openings
 
-        (channels, height, width), (stride, padding, dilation) = x.shape[2:], steps
-        kernel = (w.shape[3], w.shape[4])
-        shape = patches.Geometry(channels, height, width, kernel, stride, padding, dilation, bias=False, apart=False)
+        shape = Geometry.of(x, w, steps)
         bias = None if bias is None else _laid(bias)
         return openings.opened(x.contiguous(), _laid(w), bias, shape, high, six=six, last=last)
 

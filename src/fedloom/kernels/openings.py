@@ -16,8 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fedloom.kernels.geometry import Geometry
 from fedloom.kernels.norms import either, rectified
-from fedloom.kernels.patches import Geometry
+from fedloom.kernels.patches import patched
 
 DEEP = 16
 """Rows of a patch that are multiplied at a time: the fewest of a product in Triton, and on an H200 as fast as 32."""
@@ -49,16 +50,8 @@ def _open(
         total = tl.zeros((BO, 2 * BQ), tl.float32)
         for first in tl.static_range(0, K, BK):
             k = first + tl.arange(0, BK)
-            c, r, s = k // (R * S), (k % (R * S)) // S, k % S
-            inside = (k < K)[:, None] & (p < 2 * AREA)[None, :]
-            if PH > 0:
-                i = top[None, :] + (r * DH)[:, None]
-                inside = inside & (i >= 0) & (i < H)
-            if PW > 0:
-                j = left[None, :] + (s * DW)[:, None]
-                inside = inside & (j >= 0) & (j < W)
-            row = c * (H * W) + (r * DH) * W + s * DW
-            patch = tl.load(x + (row[:, None] + (top * W + left)[None, :]), mask=inside, other=0.0)
+            here = (p < 2 * AREA)[None, :]
+            patch = patched(x, top * W + left, top, left, k, here, C, H, W, R, S, PH, PW, DH, DW)
             own = (o < N)[:, None] & (k < K)[None, :]
             filters = tl.load(w + client * by_w + (o * K)[:, None] + k[None, :], mask=own, other=0.0)
             total = tl.dot(filters, patch, total, input_precision="tf32")

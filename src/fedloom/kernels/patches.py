@@ -21,55 +21,33 @@ of ReLU and pooling alone does not need ``x`` at all. A gradient ``d`` of ``relu
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from fedloom.kernels.cohort import sides
+from fedloom.kernels.geometry import Geometry
 from fedloom.kernels.norms import TILE, either, normal, rectified, shut, tile, wide
 
 
-@dataclass(frozen=True)
-class Geometry:
-    """The shapes of a convolution; ``apart`` lays patches out picture by picture rather than row by row."""
-
-    channels: int
-    height: int
-    width: int
-    kernel: tuple[int, int]
-    stride: tuple[int, int]
-    padding: tuple[int, int]
-    dilation: tuple[int, int]
-    bias: bool
-    apart: bool
-
-    @cached_property
-    def out(self) -> tuple[int, int]:
-        """Height and width of the output."""
-        return sides((self.height, self.width), self.kernel, self.stride, self.padding, self.dilation)
-
-    @property
-    def inner(self) -> int:
-        """Length of a patch."""
-        return self.channels * self.kernel[0] * self.kernel[1]
-
-    @property
-    def rows(self) -> int:
-        """Rows of the matrix of patches: a patch, the row of ones, rows of zeros."""
-        return -(-(self.inner + self.bias) // 8) * 8
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        """What the kernels are compiled for."""
-        return {
-            "C": self.channels, "H": self.height, "W": self.width, "OH": self.out[0], "OW": self.out[1],
-            "R": self.kernel[0], "S": self.kernel[1], "SH": self.stride[0], "SW": self.stride[1],
-            "PH": self.padding[0], "PW": self.padding[1], "DH": self.dilation[0], "DW": self.dilation[1],
-        }  # fmt: skip
+@triton.jit
+def patched(
+    source, pixel, top, left, k, here,
+    C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, R: tl.constexpr, S: tl.constexpr, PH: tl.constexpr,
+    PW: tl.constexpr, DH: tl.constexpr, DW: tl.constexpr,
+):  # fmt: skip
+    """Rows k of the patches whose corners are at (top, left), addresses ``source + pixel``; zeros outside of pictures and where not ``here``."""
+    c, r, s = k // (R * S), (k % (R * S)) // S, k % S
+    inside = here & (k < C * R * S)[:, None]
+    if PH > 0:
+        i = top[None, :] + (r * DH)[:, None]
+        inside = inside & (i >= 0) & (i < H)
+    if PW > 0:
+        j = left[None, :] + (s * DW)[:, None]
+        inside = inside & (j >= 0) & (j < W)
+    # A sum of a part for the pixel and a part for the row: one addition per element.
+    row = c * (H * W) + (r * DH) * W + s * DW
+    return tl.load(source + (pixel[None, :] + row[:, None]), mask=inside, other=0.0)
 
 
 @triton.jit
@@ -83,21 +61,11 @@ def _gather(
     q = tl.program_id(0) * BP + tl.arange(0, BP)
     k = tl.program_id(1) * BK + tl.arange(0, BK)
     b, p = q // (OH * OW), q % (OH * OW)
-    c, r, s = k // (R * S), (k % (R * S)) // S, k % S
     top, left = (p // OW) * SH - PH, (p % OW) * SW - PW
     here = (q < pixels)[None, :] & (k < K)[:, None]
-    inside = here & (k < C * R * S)[:, None]
-    if PH > 0:
-        i = top[None, :] + (r * DH)[:, None]
-        inside = inside & (i >= 0) & (i < H)
-    if PW > 0:
-        j = left[None, :] + (s * DW)[:, None]
-        inside = inside & (j >= 0) & (j < W)
     source = x + client * (pixels // (OH * OW)) * (C * H * W)
-    # A sum of a part for the pixel and a part for the row: one addition per element.
     pixel = b * (C * H * W) + top * W + left
-    row = c * (H * W) + (r * DH) * W + s * DW
-    value = tl.load(source + (pixel[None, :] + row[:, None]), mask=inside, other=0.0)
+    value = patched(source, pixel, top, left, k, here, C, H, W, R, S, PH, PW, DH, DW)
     if ONES:
         value = tl.where((k == C * R * S)[:, None], 1.0, value)
     if APART:

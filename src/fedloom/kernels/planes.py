@@ -14,13 +14,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fedloom.kernels.geometry import Geometry
 from fedloom.kernels.norms import either, tile, wide
-from fedloom.kernels.patches import Geometry
 
 PIXELS = 1024
 """Pixels of a program."""
 PROGRAMS = 4096
 """Programs that the gradient of filters is made of at most, unless there are more channels than that: enough to fill a large device."""
+
+
+@triton.jit
+def _product(
+    source, w, plane, cell, place, row, inside, C: tl.constexpr, AREA: tl.constexpr, PLACES: tl.constexpr, SUM: tl.constexpr
+):  # fmt: skip
+    """Cells of planes of that area, each times one place of the plane's filter."""
+    value = tl.load(source + (plane * AREA)[:, None] + cell[None, :], mask=inside, other=0.0)
+    weight = tl.load(w + (plane % C) * PLACES + place, mask=row, other=0.0)
+    return value.to(SUM) * weight.to(SUM)[:, None]
 
 
 @triton.jit
@@ -45,9 +55,7 @@ def _filtered(
             i = (q // OW) * SH + (r * DH - PH)
             j = (q % OW) * SW + (s * DW - PW)
             inside = here & ((i >= 0) & (i < H) & (j >= 0) & (j < W))[None, :]
-            value = tl.load(x + (plane * (H * W))[:, None] + (i * W + j)[None, :], mask=inside, other=0.0)
-            weight = tl.load(w + (plane % C) * (R * S) + (r * S + s), mask=row, other=0.0)
-            total += value.to(SUM) * weight.to(SUM)[:, None]
+            total += _product(x, w, plane, i * W + j, r * S + s, row, inside, C, H * W, R * S, SUM)
     y += client * planes * (OH * OW)
     tl.store(y + (plane * (OH * OW))[:, None] + q[None, :], total.to(y.dtype.element_ty), mask=here)
 
@@ -74,9 +82,7 @@ def _filtered_back(
             inside = (i >= 0) & (j >= 0) & (i % SH == 0) & (j % SW == 0)
             i, j = i // SH, j // SW
             inside = here & (inside & (i < OH) & (j < OW))[None, :]
-            value = tl.load(dy + (plane * (OH * OW))[:, None] + (i * OW + j)[None, :], mask=inside, other=0.0)
-            weight = tl.load(w + (plane % C) * (R * S) + (r * S + s), mask=row, other=0.0)
-            total += value.to(SUM) * weight.to(SUM)[:, None]
+            total += _product(dy, w, plane, i * OW + j, r * S + s, row, inside, C, OH * OW, R * S, SUM)
     dx += client * planes * (H * W)
     tl.store(dx + (plane * (H * W))[:, None] + q[None, :], total.to(dx.dtype.element_ty), mask=here)
 
