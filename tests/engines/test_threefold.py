@@ -1,0 +1,95 @@
+"""Products of float32 as three of TF32: to float32's digits, in whatever pieces, and where they are used."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from fedloom import kernels, numerics
+from fedloom.kernels import products
+from tests.engines.test_kernels import DEVICE, cuda
+
+DIGITS = 1e-6
+"""Of the largest: what sums of some hundred float32 keep."""
+
+
+def numbers(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).to(DEVICE)
+
+
+@cuda
+@pytest.mark.parametrize("programs", [1, 64], ids=["whole", "split"])
+@pytest.mark.parametrize(
+    ("clients", "rows", "columns", "depth"),
+    [(2, 50, 70, 320), (3, 130, 10, 257), (1, 64, 64, 64), (2, 5, 3, 1000)],
+)
+def test_products_keep_the_digits(
+    clients: int, rows: int, columns: int, depth: int, programs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fedloom.kernels import threefold
+
+    monkeypatch.setattr(threefold, "PROGRAMS", programs)
+    a, b, bias = numbers(clients, rows, depth), numbers(clients, columns, depth), numbers(clients, columns)
+    for shift in (bias, None):
+        out = torch.full((clients, rows, columns), torch.nan, device=DEVICE)
+        assert threefold.product(a, b, shift, out) is out
+        exact = a.double() @ b.double().mT + (0 if shift is None else shift.double()[:, None])
+        assert float((out - exact).abs().max() / exact.abs().max()) < DIGITS
+
+
+@cuda
+@pytest.mark.filterwarnings("ignore:invalid value")  # the interpreter's
+def test_what_is_not_finite_stays_so() -> None:
+    from fedloom.kernels import threefold
+
+    a, b = numbers(1, 70, 40).abs(), numbers(1, 30, 40).abs()
+    a[0, 3, 7], a[0, 5, 2], b[0, 4, 0] = torch.inf, torch.nan, -torch.inf
+    found = threefold.product(a, b, None, torch.empty(1, 70, 30, device=DEVICE))
+    exact = a.double() @ b.double().mT
+    assert torch.equal(found.isnan(), exact.isnan())
+    assert torch.equal(found.isinf(), exact.isinf())
+
+
+@cuda
+@pytest.mark.parametrize(
+    ("shape", "outputs", "turned"), [((2, 70, 90), 170, False), ((2, 7, 10, 90), 170, True)], ids=["layer", "turned"]
+)
+def test_linear_layers(shape: tuple[int, ...], outputs: int, turned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward, and where rows are many the gradient of the inputs, as torch has them in float64."""
+    from fedloom.kernels import threefold
+
+    monkeypatch.setattr(products, "ROWS", 1 if turned else 1 << 20)
+    calls: list[int] = []
+    plain = threefold.product
+
+    def product(a: Tensor, *rest: Tensor) -> Tensor:
+        calls.append(a.shape[-1])
+        return plain(a, *rest)
+
+    monkeypatch.setattr(threefold, "product", product)
+    x, w, b = (numbers(*s).requires_grad_() for s in (shape, (2, outputs, 90), (2, outputs)))
+    found = torch.vmap(kernels.linear)(x, w, b)
+    wide = [t.detach().double().requires_grad_() for t in (x, w, b)]
+    rows = wide[0].flatten(1, -2)
+    exact = (rows @ wide[1].mT + wide[2][:, None]).view(found.shape)
+    weights = torch.randn_like(exact)
+    ours = torch.autograd.grad((found * weights.float()).sum(), (x, w, b))
+    theirs = torch.autograd.grad((exact * weights).sum(), wide)
+    for mine, other in zip((found, *ours), (exact, *theirs), strict=True):
+        assert float((mine - other).detach().abs().max() / other.detach().abs().max()) < DIGITS
+    assert calls == ([90, outputs] if turned else [90])
+
+
+@cuda
+def test_where_three_products_serve() -> None:
+    a, b = numbers(2, 70, 130), numbers(2, 130, 130)
+    assert products._threefold(a, b)
+    assert not products._threefold(a.double(), b.double())
+    assert not products._threefold(a.bfloat16(), b.bfloat16())
+    assert not products._threefold(a[:, :, :60], b[:, :, :60])  # few summands
+    assert not products._threefold(a[:, :20], b[:, :70])  # few products
+    assert products._threefold(numbers(2, 40, 130), numbers(2, 210, 130))
+    assert not products._threefold(numbers(100, 40, 70), numbers(100, 100, 70))  # few rows, but enough columns
+    with numerics.tf32(products=True):
+        assert not products._threefold(a, b)
