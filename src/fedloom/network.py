@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedloom import frames, layers, orders, overwrites, rng, tree
+from fedloom import frames, layers, orders, overwrites, rng, swaps, tree
 from fedloom.errors import UserError
 from fedloom.structure import Call, LeafInfo, Structure
 from fedloom.types import Inputs, Leaves
@@ -100,7 +100,7 @@ class Network:
         for part in module.modules():
             part._forward_hooks.clear()
             part._forward_pre_hooks.clear()
-        layers.restore(module)
+        swaps.restore(module)
         return module.eval()
 
     def _prepared(self, x: Tensor) -> Tensor:
@@ -209,7 +209,7 @@ def build(
     frozen = {n for n, p in module.named_parameters() if not p.requires_grad}
     with rng.torch_generator():
         module = copy.deepcopy(module).to(device=device, dtype=dtype)
-    layers.prepare(module)
+    swaps.prepare(module)
     unknown = Structure((), (), None, None, 0, task, dtype=dtype)
     network = Network(module, unknown, scale)
     prepared = network.prepared(sample)

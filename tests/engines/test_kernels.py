@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedloom import frames, kernels, layers, network
+from fedloom import chains, frames, kernels, layers, network, swaps
 from fedloom.models import convnet3
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -138,7 +138,7 @@ def test_layers_that_work_in_place_behind_the_kernels() -> None:
     with torch.no_grad():
         for p in copies[1].parameters():
             p.mul_(1.5)
-    layers.prepare(net)
+    swaps.prepare(net)
     leaves = {
         n: torch.stack([dict(c.named_parameters())[n].detach() for c in copies]) for n, _ in net.named_parameters()
     }
@@ -165,10 +165,10 @@ def test_on_a_cpu_the_layers_are_torchs_own() -> None:
     net = nn.Sequential(nn.Conv2d(1, 2, 3), nn.MaxPool2d(2))
     x = torch.randn(2, 1, 6, 6)
     before = net(x)
-    layers.prepare(net)
+    swaps.prepare(net)
     assert [type(m) for m in net] == [layers.CohortConv2d, layers.CohortMaxPool2d]
     assert torch.equal(net(x), before)
-    layers.restore(net)
+    swaps.restore(net)
     assert [type(m) for m in net] == [nn.Conv2d, nn.MaxPool2d]
 
 
@@ -285,7 +285,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def same(cohort: Cohort, monkeypatch: pytest.MonkeyPatch, *args, scale: float = 1e-9, **options) -> None:
     ours = cohort(*args, **options)
     with monkeypatch.context() as m:
-        m.setattr(layers, "FUSE", False)
+        m.setattr(chains, "FUSE", False)
         theirs = cohort(*args, **options)
     assert ours.keys() == theirs.keys()
     for name, value in theirs.items():
@@ -367,10 +367,10 @@ def test_chains_in_bfloat16_are_what_layers_return(taken: list[str], monkeypatch
         1 + random(2, 3).float() / 50,
     )
     net = nn.Sequential(nn.BatchNorm2d(3), nn.ReLU(), nn.MaxPool2d(2))
-    layers.prepare(net)
+    swaps.prepare(net)
     made = []
     for fuse in (True, False):
-        monkeypatch.setattr(layers, "FUSE", fuse)
+        monkeypatch.setattr(chains, "FUSE", fuse)
         inputs = [t.detach().clone().requires_grad_() for t in (x, weight, bias)]
         buffers = {n: torch.stack([b.clone()] * 2).to(DEVICE) for n, b in net.named_buffers()}
 
@@ -394,7 +394,7 @@ def test_containers_are_copied_and_given_back_as_they_were() -> None:
     x = torch.randn(2, 3, 8, 8)
     before = model(x)
     model.load_state_dict({k: torch.zeros_like(v) if "tracked" in k else v for k, v in model.state_dict().items()})
-    layers.prepare(model)
+    swaps.prepare(model)
     other = copy.deepcopy(model)
     block = other.body.block1
     assert "forward" in vars(block)
@@ -402,7 +402,7 @@ def test_containers_are_copied_and_given_back_as_they_were() -> None:
     assert "forward" not in vars(other.body)  # nothing in it to be taken at once
     assert torch.equal(model(x), before)
     assert torch.equal(other(x), before)
-    layers.restore(other)
+    swaps.restore(other)
     assert [type(m) for m in other.modules()] == kinds
     assert all(vars(m).keys() == vars(n).keys() for m, n in zip(other.modules(), convnet3().modules(), strict=True))
     assert torch.equal(other(x), before)

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedloom import kernels, layers
+from fedloom import kernels, layers, swaps
 from tests.engines.test_kernels import cuda, random
 
 
@@ -48,6 +48,6 @@ def test_a_batch_of_no_rows_is_torchs() -> None:
 @pytest.mark.parametrize("size", [2, (2, 2), [2, 2]])
 def test_windows_as_they_are_written(size: object) -> None:
     pool = nn.MaxPool2d(size)  # type: ignore[arg-type]
-    layers.prepare(pool)
+    swaps.prepare(pool)
     assert isinstance(pool, layers.CohortMaxPool2d)
     assert pool.window() == (2, 2)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fedloom as fl
-from fedloom import frames, kernels, layers, network
+from fedloom import chains, frames, kernels, network
 from fedloom.engines.vectorised import VectorisedEngine
 from fedloom.types import Leaves
 from fedloom.view import View
@@ -140,7 +140,7 @@ def test_bias_of_a_convolution_that_all_clients_share(relu: nn.Module, monkeypat
         given.clear()
         ours = made(wanted, own, gradient)
         with monkeypatch.context() as patch:
-            patch.setattr(layers, "FUSE", False)
+            patch.setattr(chains, "FUSE", False)
             theirs = made(wanted, own, gradient)
         assert sum(given) == expected, (wanted, own, gradient)
         assert len(ours) == len(theirs)
@@ -312,7 +312,7 @@ def test_channels_stay_last_unless_the_model_depends_on_the_order(
     monkeypatch.setattr(kernels, "acted_last", acted)
     with torch.no_grad():
         ours = torch.vmap(lambda x: built(built.start, x, frames.Frame(), train=False))(x)
-        monkeypatch.setattr(layers, "FUSE", False)
+        monkeypatch.setattr(chains, "FUSE", False)
         theirs = torch.vmap(lambda x: built(built.start, x, frames.Frame(), train=False))(x)
     assert torch.allclose(ours, theirs, atol=1e-12)
     assert any(met) == (pool.kernel_size == 2)

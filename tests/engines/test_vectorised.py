@@ -298,13 +298,13 @@ def test_recurrent_layers(layer: Any, step: Any) -> None:
 @pytest.mark.parametrize("extra", [{"num_layers": 2}, {"bidirectional": True}, {"bias": False}, {"batch_first": False}])
 @pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU, nn.RNN])
 def test_recurrent_layers_step_by_step_are_torchs(layer: Any, extra: dict[str, Any]) -> None:
-    from fedloom import layers
+    from fedloom import swaps
 
     torch.manual_seed(0)
     module = layer(5, 4, **extra).double()
     x = torch.randn(3, 6, 7, 5, dtype=torch.float64)
     plain = [module(part) for part in x]
-    layers.prepare(module)
+    swaps.prepare(module)
     out, state = torch.vmap(module)(x)
     for i, (theirs, last) in enumerate(plain):
         assert torch.allclose(out[i], theirs, atol=1e-12)

@@ -15,6 +15,7 @@ from fedloom.kernels.fusions import (
     chained_apart,
     chained_summed,
     opened,
+    opened_summed,
 )
 from fedloom.kernels.products import half_squares, half_squares_of_all, inner_products, linear, squared_length
 from fedloom.kernels.rows import class_distances, masked_mean
@@ -42,6 +43,7 @@ __all__ = [
     "masked_mean",
     "normalised",
     "opened",
+    "opened_summed",
     "pooled",
     "serves",
     "shortened",

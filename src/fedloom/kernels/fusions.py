@@ -12,7 +12,7 @@ from fedloom.kernels.cohort import _Lifted, serves_filters, slopes
 from fedloom.kernels.geometry import Geometry, Pair, Steps, sides
 from fedloom.kernels.rows import _laid
 
-SHORT, FILTERS = 128, 64
+SHORT, FILTERS = 127, 64
 """Longest patch, and most filters, of a convolution that goes through one kernel with what is behind it."""
 
 
@@ -42,16 +42,9 @@ def acted_last(x: Tensor, bias: Tensor, window: Pair, *, six: bool = False) -> T
 
 
 def opened(
-    x: Tensor,
-    w: Tensor,
-    bias: Tensor | None,
-    steps: Steps,
-    window: Pair,
-    *,
-    six: bool = False,
-    last: bool = False,
+    x: Tensor, w: Tensor, bias: Tensor | None, steps: Steps, window: Pair, *, six: bool = False, last: bool = False
 ) -> Tensor | None:
-    """A convolution, ReLU and pooling as in :func:`acted`, without a gradient, of one client inside ``vmap``; None where no kernel serves.
+    """A convolution of what has no gradient, ReLU and pooling as in :func:`acted`, of one client inside ``vmap``; None where no kernel serves.
 
     Args:
         x: (batch, channels, height, width).
@@ -60,18 +53,42 @@ def opened(
         steps: of the convolution.
         window: height and width of the windows.
         six: whether the activation ends at 6.
-        last: whether channels lie last in what is returned.
+        last: whether channels lie last in what is returned, where no gradient is asked for.
     """
+    if not _opens(x, w, bias, steps, window, whole=False):
+        return None
+    keep = torch.is_grad_enabled()
+    y: Tensor = _Lifted.apply(  # type: ignore[no-untyped-call]
+        _CohortOpening, x, w, bias, steps, window, six, last and not keep, keep, 0
+    )
+    return y
+
+
+def opened_summed(
+    x: Tensor, w: Tensor, bias: Tensor | None, steps: Steps, window: Pair, *, six: bool = False, pooled: bool = False
+) -> tuple[Tensor, list[tuple[Tensor, Tensor]]] | None:
+    """As :func:`opened`, and of what the ReLU returns, and where ``pooled`` the pooling, what :func:`fedloom.kernels.summarised` makes of it.
+
+    The windows fill the map.
+    """
+    if not _opens(x, w, bias, steps, window, whole=True):
+        return None
+    keep = torch.is_grad_enabled()
+    y, *made = _Lifted.apply(_CohortOpening, x, w, bias, steps, window, six, False, keep, 1 + pooled)  # type: ignore[no-untyped-call]
+    return y, list(zip(made[::2], made[1::2], strict=True))
+
+
+def _opens(x: Tensor, w: Tensor, bias: Tensor | None, steps: Steps, window: Pair, *, whole: bool) -> bool:
     # Products of float32 are TF32's where torch lets convolutions use it, as it does unless it is told not to.
     typed = x.dtype in (torch.float16, torch.bfloat16) or (x.dtype is torch.float32 and torch.backends.cudnn.allow_tf32)
     if not typed or w.shape[1:].numel() > SHORT or len(w) > FILTERS:
-        return None
+        return False
     out = sides(x.shape[2:], w.shape[2:], steps)
     fits = x.shape[1] == w.shape[1] and window[1] == 2 and window[0] <= out[0] and out[1] >= 2
-    if not fits or not serves_filters(x, w, bias):
-        return None
-    y: Tensor = _Lifted.apply(_CohortOpening, x, w, bias, steps, window[0], six, last)  # type: ignore[no-untyped-call]
-    return y
+    filled = not whole or not (out[0] % window[0] or out[1] % 2)
+    if not fits or not filled or not serves_filters(x, w, bias):
+        return False
+    return not (torch.is_grad_enabled() and torch._C._functorch.get_unwrapped(x).requires_grad)
 
 
 def acted_apart(x: Tensor, window: Pair, *, six: bool = False) -> tuple[Tensor, Tensor]:
@@ -207,15 +224,30 @@ class _CohortOpening(torch.autograd.Function):
         w: Tensor,
         bias: Tensor | None,
         steps: Steps,
-        high: int,
+        window: Pair,
         six: bool,
         last: bool,
-    ) -> Tensor:
+        keep: bool,
+        taps: int,
+    ) -> Tensor | tuple[Tensor, ...]:
         from fedloom.kernels import openings
 
         shape = Geometry.of(x, w, steps)
-        bias = None if bias is None else _laid(bias)
-        return openings.opened(x.contiguous(), _laid(w), bias, shape, high, six=six, last=last)
+        x, w, bias = openings.rounded(x.contiguous()), _laid(w), None if bias is None else _laid(bias)
+        y, place, kept, summaries = openings.opened(x, w, bias, shape, window, six=six, last=last, keep=keep, taps=taps)
+        ctx.shape, ctx.window, ctx.six, ctx.biased = shape, window, six, bias is not None
+        if keep:
+            ctx.save_for_backward(x, place, y if taps > 1 else None, *kept)
+        return (y, *summaries) if taps else y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor, *given: Tensor) -> tuple[Tensor | None, ...]:
+        from fedloom.kernels import openings
+
+        x, place, y, *kept = ctx.saved_tensors
+        dy, *slopes = (d.contiguous() for d in (dy, *given))
+        dw, db = openings.opened_back(x, dy, place, ctx.shape, ctx.window, y, kept, slopes, six=ctx.six)
+        return None, dw, db if ctx.biased else None, *[None] * 6
 
 
 class _CohortChain(torch.autograd.Function):

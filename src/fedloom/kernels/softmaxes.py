@@ -65,8 +65,8 @@ def _forward(
 @triton.jit
 def _gradient(here, lse, entropy, slope, level):
     """Dz of a block of channels and positions: ``p (log p - v) de + du``, shares of both given."""
-    log = here - lse[None, :]
-    return slope * tl.exp(log) * (log - entropy[None, :]) + level[:, None]
+    log = here - lse
+    return slope * tl.exp(log) * (log - entropy) + level
 
 
 @triton.jit
@@ -91,7 +91,7 @@ def _backward(
         if POOL:
             here = rectified(here, SIX)
         level = tl.load(d_mean + row * channels + channel, mask=channel < channels, other=0.0).to(WIDE) / cells
-        made = _gradient(here, lse, entropy, slope, level)
+        made = _gradient(here, lse[None, :], entropy[None, :], slope, level[:, None])
         if POOL:
             where = (row * channels + channel[:, None]) * OUT + window[None, :]
             arrived = tl.load(dy + where, mask=there, other=0.0).to(WIDE)
@@ -129,7 +129,7 @@ def _backward_paired(
             here = rectified(tl.load(z + at, mask=both, other=0.0).to(WIDE), SIX)
             left = tl.where(chosen == 2 * r, arrived, 0.0)
             right = tl.where(chosen == 2 * r + 1, arrived, 0.0)
-            made = _gradient(here, lse, entropy, slope, level)
+            made = _gradient(here, lse[None, :], entropy[None, :], slope, level[:, None])
             made += tl.reshape(tl.join(left, right), (BC, 2 * BQ))
             made = tl.where(shut(here, SIX), 0.0, made)
             tl.store(dz + at, made.to(dz.dtype.element_ty), mask=both)
