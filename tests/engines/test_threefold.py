@@ -93,3 +93,43 @@ def test_where_three_products_serve() -> None:
     assert not products._threefold(numbers(100, 40, 70), numbers(100, 100, 70))  # few rows, but enough columns
     with numerics.tf32(products=True):
         assert not products._threefold(a, b)
+
+
+@cuda
+def test_a_layer_that_all_clients_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a gradient all of their rows are one product; with one, or of few numbers, torch's."""
+    from fedloom.kernels import threefold
+
+    calls: list[tuple[int, ...]] = []
+    plain = threefold.product
+
+    def product(a: Tensor, *rest: Tensor) -> Tensor:
+        calls.append(tuple(a.shape))
+        return plain(a, *rest)
+
+    monkeypatch.setattr(threefold, "product", product)
+    x, w, b = numbers(3, 2, 20, 90), numbers(210, 90), numbers(210)
+    for bias in (b, None):
+        calls.clear()
+        with torch.no_grad():
+            found = torch.vmap(kernels.linear, (0, None, None))(x, w, bias)
+        exact = torch.nn.functional.linear(x.double(), w.double(), None if bias is None else bias.double())
+        assert float((found - exact).abs().max() / exact.abs().max()) < DIGITS
+        assert calls == [(1, 120, 90)]
+    calls.clear()
+    torch.vmap(kernels.linear, (0, None, None))(x, w.requires_grad_(), b)
+    with torch.no_grad():
+        torch.vmap(kernels.linear, (0, None, None))(x[:, :, :2], w, b)
+    assert not calls
+
+
+@cuda
+def test_a_cohort_that_begins_with_one_weight() -> None:
+    """Seen as each client's own, though there is one in memory: each has a gradient of its own."""
+    x, w = numbers(3, 40, 90), numbers(210, 90)
+    own = w.expand(3, *w.shape).requires_grad_()
+    found = torch.vmap(lambda x, w: kernels.linear(x, w, None))(x, own)
+    (gradient,) = torch.autograd.grad(found.square().sum(), [own])
+    assert gradient.shape == own.shape
+    expected = 2 * (x.double() @ w.double().T).mT @ x.double()
+    assert float((gradient - expected).abs().max() / expected.abs().max()) < DIGITS

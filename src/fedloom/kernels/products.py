@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedloom.kernels.cohort import _Lifted, mapped, present, serves, shortened
+from fedloom.kernels.cohort import _Lifted, clients, mapped, present, serves, shortened
 
 DEEP, LARGE = 64, 1 << 21
 """Fewest summands, and fewest products of a cohort, for which float32 goes through :mod:`fedloom.kernels.threefold`; measured on an H200."""
@@ -29,7 +29,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     and its gradient then reads one of them at a fraction of the memory's speed.
     """
     x, weight, bias = shortened(x, weight, bias)
-    if x.dim() < 2 or not x.numel() or not serves(weight, bias, shared=[x]):
+    served = x.dim() >= 2 and x.numel() and (serves(weight, bias, shared=[x]) or _serves_shared(x, weight, bias))
+    if not served:
         return F.linear(x, weight, bias)
     y: Tensor = _Lifted.apply(_CohortLinear, x, weight, bias)  # type: ignore[no-untyped-call]
     return y
@@ -96,18 +97,25 @@ def _multiplied(a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor) -> Tenso
     return torch.bmm(a, across, out=out) if bias is None else torch.baddbmm(bias[:, None], a, across, out=out)
 
 
+def _serves_shared(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether all clients share a layer that has no gradient and is faster as below; torch multiplies all of their rows at once, too."""
+    wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+    fixed = not torch.is_grad_enabled() and not any(wrapped(t) for t in (weight, bias) if t is not None)
+    return fixed and serves(x) and _pays(x, 1, clients(x) * x.shape[:-1].numel(), weight.shape[0])
+
+
 def _threefold(a: Tensor, b: Tensor) -> bool:
-    """Whether a product of float32 is faster as three of TF32, where that one alone is not allowed."""
-    if a.dtype != torch.float32 or torch.backends.cuda.matmul.allow_tf32 or not _has_tf32(a.device):
+    return _pays(a, a.shape[0], a.shape[1], b.shape[1])
+
+
+def _pays(x: Tensor, several: int, rows: int, columns: int) -> bool:
+    """Whether several products of float32, over the last axis of x, are faster as three of TF32, where that one alone is not allowed."""
+    if x.dtype != torch.float32 or torch.backends.cuda.matmul.allow_tf32 or not _has_tf32(x.device):
         return False
-    (clients, rows, depth), columns = a.shape, b.shape[1]
-    filled = rows >= FEW or clients * columns < MANY
-    return (
-        filled
-        and depth >= DEEP
-        and clients * rows * columns * depth >= LARGE
-        and max(a[0].numel(), b[0].numel(), rows * columns) < 1 << 31
-    )
+    depth = x.shape[-1]
+    if depth < DEEP or several * rows * columns * depth < LARGE or (rows < FEW and several * columns >= MANY):
+        return False
+    return max(rows * depth, columns * depth, rows * columns) < 1 << 31  # addresses within one have 32 bits
 
 
 @cache
@@ -116,11 +124,13 @@ def _has_tf32(device: torch.device) -> bool:
 
 
 class _CohortLinear(torch.autograd.Function):
-    """x: (clients, rows..., inputs); weight: (clients, outputs, inputs); bias: (clients, outputs)."""
+    """x: (clients, rows..., inputs); weight: (clients, outputs, inputs); bias: (clients, outputs); without a gradient all may share these."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        flat = x.reshape(len(x), -1, x.shape[-1])
+        if not weight.stride(0) and not any(ctx.needs_input_grad):
+            weight, bias = weight[:1], None if bias is None else bias[:1]
+        flat = x.reshape(len(weight), -1, x.shape[-1])
         y = x.new_empty(*x.shape[:-1], weight.shape[1])  # not a view: a layer behind may work in place
         _multiplied(flat, weight, bias, y.view(*flat.shape[:2], -1))
         ctx.save_for_backward(flat, weight)
