@@ -31,9 +31,10 @@ def test_products_keep_the_digits(
 
     monkeypatch.setattr(threefold, "PROGRAMS", programs)
     a, b, bias = numbers(clients, rows, depth), numbers(clients, columns, depth), numbers(clients, columns)
-    for shift in (bias, None):
+    crossed = a.mT.contiguous().mT, b.mT.contiguous().mT
+    for left, right, shift in ((a, b, bias), (a, b, None), (*crossed, bias), (a, crossed[1], None)):
         out = torch.full((clients, rows, columns), torch.nan, device=DEVICE)
-        assert threefold.product(a, b, shift, out) is out
+        assert threefold.product(left, right, shift, out) is out
         exact = a.double() @ b.double().mT + (0 if shift is None else shift.double()[:, None])
         assert float((out - exact).abs().max() / exact.abs().max()) < DIGITS
 
@@ -53,13 +54,14 @@ def test_what_is_not_finite_stays_so() -> None:
 
 @cuda
 @pytest.mark.parametrize(
-    ("shape", "outputs", "turned"), [((2, 70, 90), 170, False), ((2, 7, 10, 90), 170, True)], ids=["layer", "turned"]
+    ("shape", "outputs", "many"), [((2, 70, 90), 170, False), ((2, 7, 10, 90), 170, True)], ids=["few", "many"]
 )
-def test_linear_layers(shape: tuple[int, ...], outputs: int, turned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forward, and where rows are many the gradient of the inputs, as torch has them in float64."""
+def test_linear_layers(shape: tuple[int, ...], outputs: int, many: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward, and where there is much to multiply both gradients, as torch has them in float64."""
     from fedloom.kernels import threefold
 
-    monkeypatch.setattr(products, "ROWS", 1 if turned else 1 << 20)
+    monkeypatch.setattr(products, "ROWS", 1 if many else 1 << 20)
+    monkeypatch.setattr(products, "CROSSED", 1 if many else 1 << 40)
     calls: list[int] = []
     plain = threefold.product
 
@@ -78,7 +80,7 @@ def test_linear_layers(shape: tuple[int, ...], outputs: int, turned: bool, monke
     theirs = torch.autograd.grad((exact * weights).sum(), wide)
     for mine, other in zip((found, *ours), (exact, *theirs), strict=True):
         assert float((mine - other).detach().abs().max() / other.detach().abs().max()) < DIGITS
-    assert calls == ([90, outputs] if turned else [90])
+    assert calls == ([90, outputs, 70] if many else [90])
 
 
 @cuda

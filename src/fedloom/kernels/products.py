@@ -16,6 +16,8 @@ DEEP, LARGE = 64, 1 << 21
 """Fewest summands, and fewest products of a cohort, for which float32 goes through :mod:`fedloom.kernels.threefold`; measured on an H200."""
 FEW, MANY = 48, 1 << 13
 """With fewer rows of a client than these that is only faster where a cohort has less than so many columns."""
+CROSSED = 1 << 26
+"""Fewest products for which the gradient of the weights does, where both factors lie across what is summed over."""
 ROWS = 2048
 """From this number of rows on, the gradient of the inputs goes that way too, for which the weights are laid out anew."""
 SHORT = 1 << 16
@@ -87,14 +89,16 @@ def _pulling(x: Sequence[Tensor], *others: Sequence[Tensor]) -> bool:
     return alike and shaped and not moving
 
 
-def _multiplied(a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
-    """``a b^T + bias`` of every client: (clients, rows, depth), (clients, columns, depth), (clients, columns)."""
-    if _threefold(a, b) and b.is_contiguous():
+def _multiplied(a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor, least: int = 0) -> Tensor:
+    """``a b^T + bias`` of every client: (clients, rows, depth), (clients, columns, depth), (clients, columns).
+
+    Of at least so many products, three of TF32 may be made of one of float32.
+    """
+    if out.numel() * a.shape[2] >= least and _threefold(a, b):
         from fedloom.kernels import threefold
 
-        return threefold.product(a.contiguous(), b, None if bias is None else bias.contiguous(), out)
-    across = b.transpose(1, 2)
-    return torch.bmm(a, across, out=out) if bias is None else torch.baddbmm(bias[:, None], a, across, out=out)
+        return threefold.product(a, b, None if bias is None else bias.contiguous(), out)
+    return torch.bmm(a, b.mT, out=out) if bias is None else torch.baddbmm(bias[:, None], a, b.mT, out=out)
 
 
 def _serves_shared(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
@@ -140,13 +144,14 @@ class _CohortLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         flat, weight = ctx.saved_tensors
-        d = dy.reshape(*flat.shape[:2], weight.shape[1])
-        dx = None
+        d = dy.reshape(*flat.shape[:2], weight.shape[1]).contiguous()
+        dx = dw = None
         if ctx.needs_input_grad[0]:
-            turned = weight.transpose(1, 2)  # laid out anew where there are enough rows to pay for it
-            turned = turned.contiguous() if flat.shape[1] >= ROWS and _threefold(d, turned) else turned
-            dx = _multiplied(d, turned, None, torch.empty_like(flat)).view(ctx.size)
-        dw = torch.bmm(d.transpose(1, 2), flat) if ctx.needs_input_grad[1] else None
+            many = flat.shape[1] >= ROWS and _threefold(d, weight.mT)
+            dx = _multiplied(d, weight.mT.contiguous(), None, d.new_empty(flat.shape)) if many else torch.bmm(d, weight)
+            dx = dx.view(ctx.size)
+        if ctx.needs_input_grad[1]:
+            dw = _multiplied(d.mT, flat.mT, None, d.new_empty(weight.shape), CROSSED)
         return dx, dw, d.sum(1) if ctx.needs_input_grad[2] else None
 
 

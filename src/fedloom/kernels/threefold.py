@@ -1,7 +1,7 @@
 """Triton kernel for products of float32 on tensor cores: three of TF32 that together keep float32's digits.
 
 With ``a = A + a'`` and ``b = B + b'``, the nearest of TF32 and what they leave, ``ab = AB + Ab' + a'B`` up to ``a'b'``, some 2^-22 of it. Sums are
-float32's. Both factors are read along what is summed over, as tensor cores ask of 32 bits. Imported on machines with CUDA only.
+float32's. Factors may lie any way; along what is summed over, as tensor cores ask of 32 bits, they are read fastest. Imported on machines with CUDA only.
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc,type-arg,import-untyped,import-not-found"
@@ -23,22 +23,22 @@ PROGRAMS = 264
 
 @triton.jit
 def _threefold(
-    a, b, bias, y, rows, columns, depth, steps,
+    a, b, bias, y, rows, columns, depth, steps, by_a, by_m, by_ak, by_b, by_n, by_bk,
     BIAS: tl.constexpr, SPLIT: tl.constexpr, EVEN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     client, part = (tl.program_id(2) // SPLIT).to(tl.int64), tl.program_id(2) % SPLIT
     m = tl.program_id(1) * BM + tl.arange(0, BM)
     n = tl.program_id(0) * BN + tl.arange(0, BN)
-    a += client * rows * depth
-    b += client * columns * depth
+    a += client * by_a
+    b += client * by_b
     total = tl.zeros((BM, BN), tl.float32)
     for step in range(part * steps, (part + 1) * steps):
         k = step * BK + tl.arange(0, BK)
         here, there = (m < rows)[:, None], (n < columns)[None, :]
         if not EVEN:
             here, there = here & (k < depth)[None, :], there & (k < depth)[:, None]
-        left = tl.load(a + (m[:, None] * depth + k[None, :]), mask=here, other=0.0)
-        right = tl.load(b + (n[None, :] * depth + k[:, None]), mask=there, other=0.0)
+        left = tl.load(a + (m[:, None] * by_m + k[None, :] * by_ak), mask=here, other=0.0)
+        right = tl.load(b + (n[None, :] * by_n + k[:, None] * by_bk), mask=there, other=0.0)
         total = tl.dot(left, right, total, input_precision="tf32x3")
     if BIAS:
         shift = tl.load(bias + client * columns + n, mask=n < columns, other=0.0)
@@ -51,10 +51,10 @@ def product(a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
     """``a b^T + bias`` of every client.
 
     Args:
-        a: (clients, rows, depth), without gaps, as are the others.
+        a: (clients, rows, depth).
         b: (clients, columns, depth).
-        bias: (clients, columns), or None.
-        out: (clients, rows, columns), which is overwritten and returned.
+        bias: (clients, columns), without gaps, or None.
+        out: (clients, rows, columns), without gaps, which is overwritten and returned.
     """
     (clients, rows, depth), columns = a.shape, b.shape[1]
     high = 64 if rows <= 64 else 128
@@ -64,7 +64,7 @@ def product(a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
     steps = triton.cdiv(blocks, split)
     parts = out if split == 1 else torch.empty(clients, split, rows, columns, dtype=out.dtype, device=out.device)
     _threefold[(tiles[1], tiles[0], clients * split)](
-        a, b, either(bias, a), parts, rows, columns, depth, steps, BIAS=bias is not None, SPLIT=split,
+        a, b, either(bias, a), parts, rows, columns, depth, steps, *a.stride(), *b.stride(), BIAS=bias is not None, SPLIT=split,
         EVEN=depth % (DEEP * split) == 0, BM=high, BN=64, BK=DEEP, num_warps=4, num_stages=4 if high == 64 else 3,
     )  # fmt: skip
     return out if split == 1 else torch.sum(parts, 1, out=out)
