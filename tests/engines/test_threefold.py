@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from fedloom import kernels, numerics
+from fedloom import kernels, numerics, swaps
 from fedloom.kernels import products
 from tests.engines.test_kernels import DEVICE, cuda
 
@@ -52,24 +54,32 @@ def test_what_is_not_finite_stays_so() -> None:
     assert torch.equal(found.isinf(), exact.isinf())
 
 
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """Shapes of the left factors of all products from now on."""
+    from fedloom.kernels import threefold
+
+    found: list[tuple[int, ...]] = []
+    plain = threefold.product
+
+    def product(a: Tensor, *rest: Tensor) -> Tensor:
+        found.append(tuple(a.shape))
+        return plain(a, *rest)
+
+    monkeypatch.setattr(threefold, "product", product)
+    return found
+
+
 @cuda
 @pytest.mark.parametrize(
     ("shape", "outputs", "many"), [((2, 70, 90), 170, False), ((2, 7, 10, 90), 170, True)], ids=["few", "many"]
 )
-def test_linear_layers(shape: tuple[int, ...], outputs: int, many: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_linear_layers(
+    shape: tuple[int, ...], outputs: int, many: bool, calls: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Forward, and where there is much to multiply both gradients, as torch has them in float64."""
-    from fedloom.kernels import threefold
-
     monkeypatch.setattr(products, "ROWS", 1 if many else 1 << 20)
     monkeypatch.setattr(products, "CROSSED", 1 if many else 1 << 40)
-    calls: list[int] = []
-    plain = threefold.product
-
-    def product(a: Tensor, *rest: Tensor) -> Tensor:
-        calls.append(a.shape[-1])
-        return plain(a, *rest)
-
-    monkeypatch.setattr(threefold, "product", product)
     x, w, b = (numbers(*s).requires_grad_() for s in (shape, (2, outputs, 90), (2, outputs)))
     found = torch.vmap(kernels.linear)(x, w, b)
     wide = [t.detach().double().requires_grad_() for t in (x, w, b)]
@@ -80,7 +90,7 @@ def test_linear_layers(shape: tuple[int, ...], outputs: int, many: bool, monkeyp
     theirs = torch.autograd.grad((exact * weights).sum(), wide)
     for mine, other in zip((found, *ours), (exact, *theirs), strict=True):
         assert float((mine - other).detach().abs().max() / other.detach().abs().max()) < DIGITS
-    assert calls == ([90, outputs, 70] if many else [90])
+    assert [shape[-1] for shape in calls] == ([90, outputs, 70] if many else [90])
 
 
 @cuda
@@ -98,18 +108,8 @@ def test_where_three_products_serve() -> None:
 
 
 @cuda
-def test_a_layer_that_all_clients_share(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_that_all_clients_share(calls: list[tuple[int, ...]]) -> None:
     """Without a gradient all of their rows are one product; with one, or of few numbers, torch's."""
-    from fedloom.kernels import threefold
-
-    calls: list[tuple[int, ...]] = []
-    plain = threefold.product
-
-    def product(a: Tensor, *rest: Tensor) -> Tensor:
-        calls.append(tuple(a.shape))
-        return plain(a, *rest)
-
-    monkeypatch.setattr(threefold, "product", product)
     x, w, b = numbers(3, 2, 20, 90), numbers(210, 90), numbers(210)
     for bias in (b, None):
         calls.clear()
@@ -135,3 +135,20 @@ def test_a_cohort_that_begins_with_one_weight() -> None:
     assert gradient.shape == own.shape
     expected = 2 * (x.double() @ w.double().T).mT @ x.double()
     assert float((gradient - expected).abs().max() / expected.abs().max()) < DIGITS
+
+
+@cuda
+def test_gradients_of_recurrent_weights(calls: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What all time steps add to a layer's weights: rows of one client lie far apart there."""
+    monkeypatch.setattr(products, "CROSSED", 1)
+    layer, x = nn.LSTM(50, 60, batch_first=True).to(DEVICE), numbers(3, 8, 13, 50)
+    theirs = copy.deepcopy(layer)
+    swaps.prepare(layer)
+    own = {n: v.detach().expand(3, *v.shape).clone().requires_grad_() for n, v in layer.named_parameters()}
+    found = torch.vmap(lambda w, x: torch.func.functional_call(layer, w, (x,))[0])(own, x)
+    slopes = torch.autograd.grad(found.square().sum(), list(own.values()))
+    for i in range(3):
+        wanted = torch.autograd.grad(theirs(x[i])[0].square().sum(), list(theirs.parameters()))
+        for mine, other in zip(slopes, wanted, strict=True):
+            assert float((mine[i] - other).abs().max() / other.abs().max()) < 1e-5
+    assert calls == [(3, 240, 104), (3, 240, 96)]

@@ -101,6 +101,11 @@ def _multiplied(a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor, least: i
     return torch.bmm(a, b.mT, out=out) if bias is None else torch.baddbmm(bias[:, None], a, b.mT, out=out)
 
 
+def crossed(d: Tensor, x: Tensor) -> Tensor:
+    """``d^T x`` of every client, what a layer's weights are told: (clients, rows, outputs), (clients, rows, inputs)."""
+    return _multiplied(d.mT, x.mT, None, d.new_empty(len(d), d.shape[2], x.shape[2]), CROSSED)
+
+
 def _serves_shared(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether all clients share a layer that has no gradient and is faster as below; torch multiplies all of their rows at once, too."""
     wrapped = torch._C._functorch.is_functorch_wrapped_tensor
@@ -109,17 +114,18 @@ def _serves_shared(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 
 
 def _threefold(a: Tensor, b: Tensor) -> bool:
-    return _pays(a, a.shape[0], a.shape[1], b.shape[1])
+    far = max(sum((n - 1) * s for n, s in zip(t.shape[1:], t.stride()[1:], strict=True)) for t in (a, b))
+    return far < 1 << 31 and _pays(a, a.shape[0], a.shape[1], b.shape[1])  # addresses within a client's have 32 bits
 
 
 def _pays(x: Tensor, several: int, rows: int, columns: int) -> bool:
     """Whether several products of float32, over the last axis of x, are faster as three of TF32, where that one alone is not allowed."""
-    if x.dtype != torch.float32 or torch.backends.cuda.matmul.allow_tf32 or not _has_tf32(x.device):
+    if x.dtype != torch.float32 or torch.backends.cuda.matmul.allow_tf32 or not present(x) or not _has_tf32(x.device):
         return False
     depth = x.shape[-1]
     if depth < DEEP or several * rows * columns * depth < LARGE or (rows < FEW and several * columns >= MANY):
         return False
-    return max(rows * depth, columns * depth, rows * columns) < 1 << 31  # addresses within one have 32 bits
+    return max(rows * depth, columns * depth, rows * columns) < 1 << 31
 
 
 @cache
@@ -151,7 +157,7 @@ class _CohortLinear(torch.autograd.Function):
             dx = _multiplied(d, weight.mT.contiguous(), None, d.new_empty(flat.shape)) if many else torch.bmm(d, weight)
             dx = dx.view(ctx.size)
         if ctx.needs_input_grad[1]:
-            dw = _multiplied(d.mT, flat.mT, None, d.new_empty(weight.shape), CROSSED)
+            dw = crossed(d, flat)
         return dx, dw, d.sum(1) if ctx.needs_input_grad[2] else None
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fedloom.kernels.cohort import _cohorts, mapped
+from fedloom.kernels.products import crossed
 
 Kind = Literal["lstm", "gru", "tanh", "relu"]
 SQUASHED: dict[str, Callable[[Tensor], Tensor]] = {"tanh": torch.tanh, "relu": torch.relu}
@@ -185,12 +186,12 @@ class _CohortLayer(torch.autograd.Function):
             _multiply(dx, d, wi)
             dx = dx.unflatten(0, (steps, rows))
         if wants_wi:
-            dwi = torch.bmm(d.permute(1, 2, 0), flat.transpose(0, 1))
+            dwi = crossed(d.transpose(0, 1), flat.transpose(0, 1))
         if wants_wh:
             early, late = slice(None, -rows), slice(rows, None)
             early, late = (early, late) if order[0] == 0 else (late, early)
             states = y.flatten(0, 1)
-            dwh = torch.bmm(dg[late].permute(1, 2, 0), states[early].transpose(0, 1))
+            dwh = crossed(dg[late].transpose(0, 1), states[early].transpose(0, 1))
             if h0 is not None:
                 start = order[0] * rows
                 dwh.baddbmm_(dg[start : start + rows].permute(1, 2, 0), h0.transpose(0, 1))
