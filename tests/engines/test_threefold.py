@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -42,6 +43,18 @@ def test_products_keep_the_digits(
 
 
 @cuda
+def test_products_are_added_to_rows_that_lie_apart() -> None:
+    from fedloom.kernels import threefold
+
+    a, b, begun = numbers(2, 70, 300), numbers(2, 66, 300), numbers(70, 2, 66)
+    for onto in (True, False):
+        out = begun.clone()
+        threefold.product(a, b, None, out.transpose(0, 1), onto=onto)
+        exact = a.double() @ b.double().mT + (begun.double().transpose(0, 1) if onto else 0)
+        assert float((out.transpose(0, 1) - exact).abs().max() / exact.abs().max()) < DIGITS
+
+
+@cuda
 @pytest.mark.filterwarnings("ignore:invalid value")  # the interpreter's
 def test_what_is_not_finite_stays_so() -> None:
     from fedloom.kernels import threefold
@@ -62,9 +75,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     found: list[tuple[int, ...]] = []
     plain = threefold.product
 
-    def product(a: Tensor, *rest: Tensor) -> Tensor:
+    def product(a: Tensor, *rest: Tensor, onto: bool = False) -> Tensor:
         found.append(tuple(a.shape))
-        return plain(a, *rest)
+        return plain(a, *rest, onto=onto)
 
     monkeypatch.setattr(threefold, "product", product)
     return found
@@ -138,17 +151,23 @@ def test_a_cohort_that_begins_with_one_weight() -> None:
 
 
 @cuda
-def test_gradients_of_recurrent_weights(calls: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
-    """What all time steps add to a layer's weights: rows of one client lie far apart there."""
-    monkeypatch.setattr(products, "CROSSED", 1)
-    layer, x = nn.LSTM(50, 60, batch_first=True).to(DEVICE), numbers(3, 8, 13, 50)
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_layers(kind: Any, calls: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of their products, of which a client's rows lie far apart."""
+    for name in ("CROSSED", "LARGE", "DEEP"):
+        monkeypatch.setattr(products, name, 1)
+    layer, x = kind(50, 60, batch_first=True).to(DEVICE), numbers(3, 8, 5, 50)
     theirs = copy.deepcopy(layer)
     swaps.prepare(layer)
     own = {n: v.detach().expand(3, *v.shape).clone().requires_grad_() for n, v in layer.named_parameters()}
+    x.requires_grad_()
     found = torch.vmap(lambda w, x: torch.func.functional_call(layer, w, (x,))[0])(own, x)
-    slopes = torch.autograd.grad(found.square().sum(), list(own.values()))
-    for i in range(3):
-        wanted = torch.autograd.grad(theirs(x[i])[0].square().sum(), list(theirs.parameters()))
-        for mine, other in zip(slopes, wanted, strict=True):
-            assert float((mine[i] - other).abs().max() / other.abs().max()) < 1e-5
-    assert calls == [(3, 240, 104), (3, 240, 96)]
+    slopes = torch.autograd.grad(found.square().sum(), [x, *own.values()])
+    each = [
+        torch.autograd.grad(theirs(v)[0].square().sum(), [v, *theirs.parameters()]) for v in x.detach().requires_grad_()
+    ]
+    for mine, others in zip(slopes, zip(*each, strict=True), strict=True):
+        assert float((mine - torch.stack(others)).abs().max() / mine.abs().max()) < 1e-5
+    assert (
+        len(calls) == 1 + 5 + 4 + 3
+    )  # forward: of inputs, and step by step; back: step by step; of inputs and of both weights

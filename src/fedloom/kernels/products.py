@@ -89,21 +89,35 @@ def _pulling(x: Sequence[Tensor], *others: Sequence[Tensor]) -> bool:
     return alike and shaped and not moving
 
 
-def _multiplied(a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor, least: int = 0) -> Tensor:
-    """``a b^T + bias`` of every client: (clients, rows, depth), (clients, columns, depth), (clients, columns).
+def multiplied(a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor, least: int = 0, *, onto: bool = False) -> Tensor:
+    """``a b^T + bias`` of every client, or without a bias that added to what is there.
 
-    Of at least so many products, three of TF32 may be made of one of float32.
+    Args:
+        a: (clients, rows, depth).
+        b: (clients, columns, depth).
+        bias: (clients, columns), or None.
+        out: (clients, rows, columns), each row without gaps, which is overwritten and returned.
+        least: products of float32 are made as three of TF32 where there are so many, and where that is faster.
+        onto: whether ``out`` is added to.
     """
     if out.numel() * a.shape[2] >= least and _threefold(a, b):
         from fedloom.kernels import threefold
 
-        return threefold.product(a, b, None if bias is None else bias.contiguous(), out)
+        return threefold.product(a, b, None if bias is None else bias.contiguous(), out, onto=onto)
+    if onto:
+        return out.baddbmm_(a, b.mT)
     return torch.bmm(a, b.mT, out=out) if bias is None else torch.baddbmm(bias[:, None], a, b.mT, out=out)
+
+
+def turned(d: Tensor, weight: Tensor) -> Tensor:
+    """The ``b`` of ``d weight``; laid out anew where the product of float32 is faster that way."""
+    across = weight.mT
+    return across.contiguous() if _threefold(d, across) else across
 
 
 def crossed(d: Tensor, x: Tensor) -> Tensor:
     """``d^T x`` of every client, what a layer's weights are told: (clients, rows, outputs), (clients, rows, inputs)."""
-    return _multiplied(d.mT, x.mT, None, d.new_empty(len(d), d.shape[2], x.shape[2]), CROSSED)
+    return multiplied(d.mT, x.mT, None, d.new_empty(len(d), d.shape[2], x.shape[2]), CROSSED)
 
 
 def _serves_shared(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
@@ -142,7 +156,7 @@ class _CohortLinear(torch.autograd.Function):
             weight, bias = weight[:1], None if bias is None else bias[:1]
         flat = x.reshape(len(weight), -1, x.shape[-1])
         y = x.new_empty(*x.shape[:-1], weight.shape[1])  # not a view: a layer behind may work in place
-        _multiplied(flat, weight, bias, y.view(*flat.shape[:2], -1))
+        multiplied(flat, weight, bias, y.view(*flat.shape[:2], -1))
         ctx.save_for_backward(flat, weight)
         ctx.size = x.shape
         return y
@@ -153,8 +167,9 @@ class _CohortLinear(torch.autograd.Function):
         d = dy.reshape(*flat.shape[:2], weight.shape[1]).contiguous()
         dx = dw = None
         if ctx.needs_input_grad[0]:
-            many = flat.shape[1] >= ROWS and _threefold(d, weight.mT)
-            dx = _multiplied(d, weight.mT.contiguous(), None, d.new_empty(flat.shape)) if many else torch.bmm(d, weight)
+            dx = d.new_empty(flat.shape)
+            many = flat.shape[1] >= ROWS
+            multiplied(d, turned(d, weight), None, dx) if many else torch.bmm(d, weight, out=dx)
             dx = dx.view(ctx.size)
         if ctx.needs_input_grad[1]:
             dw = crossed(d, flat)

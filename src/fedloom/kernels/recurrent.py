@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fedloom.kernels.cohort import _cohorts, mapped
-from fedloom.kernels.products import crossed
+from fedloom.kernels.products import crossed, multiplied, turned
 
 Kind = Literal["lstm", "gru", "tanh", "relu"]
 SQUASHED: dict[str, Callable[[Tensor], Tensor]] = {"tanh": torch.tanh, "relu": torch.relu}
@@ -120,12 +120,12 @@ class _CohortLayer(torch.autograd.Function):
         c0: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         steps, rows, clients, _ = x.shape
-        flat, across = x.flatten(0, 1), wh.transpose(1, 2)
+        flat = x.flatten(0, 1)
         # Cells of a GRU take the products apart, since one bias stands inside of a bracket.
         apart = kind == "gru"
         bias = bi if apart or bi is None or bh is None else bi + bh
         inputs = _filled(flat, steps * rows, wi, bias)
-        _multiply(inputs, flat, wi.transpose(1, 2), onto=bias is not None)
+        _multiply(inputs, flat, wi, onto=bias is not None)
         inputs = inputs.unflatten(0, (steps, rows))
         hidden = _filled(flat, steps * rows if apart else rows, wh, bh if apart else None)
         hidden = hidden.unflatten(0, (steps if apart else 1, rows))
@@ -136,11 +136,11 @@ class _CohortLayer(torch.autograd.Function):
         kept, cells = list[Tensor](), [c]
         for t in order:
             if kind in ("tanh", "relu"):
-                _multiply(inputs[t], h, across, onto=True)
+                _multiply(inputs[t], h, wh, onto=True)
                 h = SQUASHED[kind](inputs[t])
             else:
                 part = hidden[t if apart else 0]
-                _multiply(part, h, across, onto=apart and bh is not None)
+                _multiply(part, h, wh, onto=apart and bh is not None)
                 h, c, gates = _cell(kind, inputs[t], part, h, c)
                 kept.append(gates)
                 cells.append(c)
@@ -162,6 +162,7 @@ class _CohortLayer(torch.autograd.Function):
         first = torch.zeros_like(slopes[0]) if ctx.needs_input_grad[7] else None
         inputs: list[Any] = [None] * steps
         hidden: list[Any] = [None] * steps if kind == "gru" else inputs
+        across: Tensor | None = None
         for n in reversed(range(steps)):
             t = order[n]
             before = slopes[order[n - 1]] if n else first
@@ -176,14 +177,15 @@ class _CohortLayer(torch.autograd.Function):
             else:
                 inputs[t] = torch.ops.aten.threshold_backward(slopes[t], y[t], 0)
             if before is not None:
-                _multiply(before, hidden[t], wh, onto=True)
+                across = turned(hidden[t].transpose(0, 1), wh) if across is None else across
+                _multiply(before, hidden[t], across, onto=True)
         _, _, wants_x, wants_wi, wants_wh, wants_bi, wants_bh, _, wants_c = ctx.needs_input_grad
         d = torch.stack(inputs).flatten(0, 1)
         dg = d if hidden is inputs else torch.stack(hidden).flatten(0, 1)
         dx = dwi = dwh = None
         if wants_x:
             dx = flat.new_empty(flat.shape)
-            _multiply(dx, d, wi)
+            _multiply(dx, d, turned(d.transpose(0, 1), wi))
             dx = dx.unflatten(0, (steps, rows))
         if wants_wi:
             dwi = crossed(d.transpose(0, 1), flat.transpose(0, 1))
@@ -207,12 +209,8 @@ def _filled(like: Tensor, rows: int, weight: Tensor, bias: Tensor | None) -> Ten
 
 
 def _multiply(out: Tensor, left: Tensor, right: Tensor, *, onto: bool = False) -> None:
-    """``out_c = left_c right_c``, or that added to it, of each client c; out and left are (rows, clients, values)."""
-    into, left = out.transpose(0, 1), left.transpose(0, 1)
-    if onto:
-        into.baddbmm_(left, right)
-    else:
-        torch.bmm(left, right, out=into)
+    """``out_c = left_c right_c^T``, or that added to it, of each client c; out and left are (rows, clients, values)."""
+    multiplied(left.transpose(0, 1), right, None, out.transpose(0, 1), onto=onto)
 
 
 def _cell(kind: Kind, x: Tensor, hidden: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -23,8 +23,8 @@ PROGRAMS = 264
 
 @triton.jit
 def _threefold(
-    a, b, bias, y, rows, columns, depth, steps, by_a, by_m, by_ak, by_b, by_n, by_bk,
-    BIAS: tl.constexpr, SPLIT: tl.constexpr, EVEN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    a, b, bias, y, rows, columns, depth, steps, by_a, by_m, by_ak, by_b, by_n, by_bk, by_y, by_row,
+    BIAS: tl.constexpr, ONTO: tl.constexpr, SPLIT: tl.constexpr, EVEN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     client, part = (tl.program_id(2) // SPLIT).to(tl.int64), tl.program_id(2) % SPLIT
     m = tl.program_id(1) * BM + tl.arange(0, BM)
@@ -43,28 +43,33 @@ def _threefold(
     if BIAS:
         shift = tl.load(bias + client * columns + n, mask=n < columns, other=0.0)
         total += tl.where(part == 0, shift, 0.0)[None, :]
-    y += tl.program_id(2).to(tl.int64) * rows * columns
-    tl.store(y + (m[:, None] * columns + n[None, :]), total, mask=(m < rows)[:, None] & (n < columns)[None, :])
+    y += tl.program_id(2).to(tl.int64) * by_y + (m[:, None] * by_row + n[None, :])
+    inside = (m < rows)[:, None] & (n < columns)[None, :]
+    if ONTO:
+        total += tl.load(y, mask=inside, other=0.0)
+    tl.store(y, total, mask=inside)
 
 
-def product(a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
-    """``a b^T + bias`` of every client.
+def product(a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor, *, onto: bool = False) -> Tensor:
+    """``a b^T + bias`` of every client, or that added to what is there.
 
     Args:
         a: (clients, rows, depth).
         b: (clients, columns, depth).
         bias: (clients, columns), without gaps, or None.
-        out: (clients, rows, columns), without gaps, which is overwritten and returned.
+        out: (clients, rows, columns), each row without gaps, which is overwritten and returned.
+        onto: whether it is added to.
     """
     (clients, rows, depth), columns = a.shape, b.shape[1]
     high = 64 if rows <= 64 else 128
     tiles = triton.cdiv(rows, high), triton.cdiv(columns, 64)
     blocks = triton.cdiv(depth, DEEP)
-    split = max(1, min(PROGRAMS // (tiles[0] * tiles[1] * clients), blocks // 4))
+    split = 1 if onto else max(1, min(PROGRAMS // (tiles[0] * tiles[1] * clients), blocks // 4))
     steps = triton.cdiv(blocks, split)
-    parts = out if split == 1 else torch.empty(clients, split, rows, columns, dtype=out.dtype, device=out.device)
+    parts = out if split == 1 else out.new_empty(clients * split, rows, columns)
     _threefold[(tiles[1], tiles[0], clients * split)](
-        a, b, either(bias, a), parts, rows, columns, depth, steps, *a.stride(), *b.stride(), BIAS=bias is not None, SPLIT=split,
-        EVEN=depth % (DEEP * split) == 0, BM=high, BN=64, BK=DEEP, num_warps=4, num_stages=4 if high == 64 else 3,
+        a, b, either(bias, a), parts, rows, columns, depth, steps, *a.stride(), *b.stride(), *parts.stride()[:2],
+        BIAS=bias is not None, ONTO=onto, SPLIT=split, EVEN=depth % (DEEP * split) == 0, BM=high, BN=64, BK=DEEP,
+        num_warps=4, num_stages=4 if high == 64 else 3,
     )  # fmt: skip
-    return out if split == 1 else torch.sum(parts, 1, out=out)
+    return out if split == 1 else torch.sum(parts.unflatten(0, (clients, split)), 1, out=out)
