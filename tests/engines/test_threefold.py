@@ -107,6 +107,37 @@ def test_linear_layers(
 
 
 @cuda
+def test_inputs_that_lie_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gradient of inputs whose client axis is not in front, or which are turned, is not laid out as they are."""
+    monkeypatch.setattr(products, "ROWS", 1)
+    w, d = numbers(2, 170, 90), numbers(2, 70, 170)
+    dx = d.double() @ w.double()
+    for x, axis, expected in (
+        (numbers(70, 2, 90), 1, dx.transpose(0, 1)),
+        (numbers(2, 90, 70), 0, dx.mT),
+    ):
+        x.requires_grad_()
+        y = torch.vmap(lambda x, w: kernels.linear(x.mT if len(x) == 90 else x, w, None), (axis, 0))(x, w)
+        (found,) = torch.autograd.grad(y, x, d)
+        assert float((found - expected).abs().max() / expected.abs().max()) < DIGITS
+
+
+@cuda
+@pytest.mark.parametrize("rows", [1, 1 << 20], ids=["turned", "layer"])
+def test_gradients_of_gradients(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "ROWS", rows)
+    given = numbers(2, 70, 90), numbers(2, 170, 90), numbers(2, 170)
+    found = []
+    for layer, dtype in ((kernels.linear, torch.float32), (torch.nn.functional.linear, torch.float64)):
+        x, w, b = (t.to(dtype).requires_grad_() for t in given)
+        y = torch.vmap(layer)(x, w, b)
+        (dx,) = torch.autograd.grad((y**2).sum(), x, create_graph=True)
+        found.append(torch.autograd.grad((dx**2).sum(), (x, w, b)))
+    for mine, other in zip(*found, strict=True):
+        assert float((mine - other).abs().max() / other.abs().max()) < DIGITS
+
+
+@cuda
 def test_where_three_products_serve() -> None:
     a, b = numbers(2, 70, 130), numbers(2, 130, 130)
     assert products._threefold(a, b)

@@ -166,13 +166,15 @@ class _CohortLinear(torch.autograd.Function):
         flat, weight = ctx.saved_tensors
         d = dy.reshape(*flat.shape[:2], weight.shape[1]).contiguous()
         dx = dw = None
+        again = torch.is_grad_enabled()  # a gradient that is to have one itself is torch's
         if ctx.needs_input_grad[0]:
-            dx = d.new_empty(flat.shape)
-            many = flat.shape[1] >= ROWS
-            multiplied(d, turned(d, weight), None, dx) if many else torch.bmm(d, weight, out=dx)
+            if flat.shape[1] >= ROWS and not again:
+                dx = multiplied(d, turned(d, weight), None, d.new_empty(flat.shape))
+            else:
+                dx = torch.bmm(d, weight)
             dx = dx.view(ctx.size)
         if ctx.needs_input_grad[1]:
-            dw = crossed(d, flat)
+            dw = torch.bmm(d.mT, flat) if again else crossed(d, flat)
         return dx, dw, d.sum(1) if ctx.needs_input_grad[2] else None
 
 
