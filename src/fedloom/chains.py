@@ -111,7 +111,7 @@ def _pooled(
         relu_name, pool_name = (names[i] for i in behind)
         if frame is None or relu_name is None or relu_name not in frame.summed or steps is None:
             return None
-        both = pool_name is not None and pool_name in frame.summed
+        both = pool_name is not None and pool_name in frame.summed and _lasts(pool, frame)
         made = kernels.opened_summed(x, weight, bias, steps, window, six=six, pooled=both)
         if made is None:
             return None
@@ -133,6 +133,11 @@ def _pooled(
         y = y if last else y.contiguous()
     _tell(pool, x, y)
     return y, end
+
+
+def _lasts(part: nn.Module, frame: Frame) -> bool:
+    """Whether what a layer returns is still there on the way back, for all that is known of layers behind it."""
+    return frame.rewrite is None and all(getattr(hook, "lasts", False) for hook in part._forward_hooks.values())
 
 
 def _tell(part: nn.Module, x: Tensor, y: Tensor) -> None:

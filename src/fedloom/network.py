@@ -75,7 +75,7 @@ class Network:
                     raise UserError("the method needs the head's input, but no head was found; name it with head='...'")
                 self._head.register_forward_pre_hook(_at_head(last))
             elif name in modules:
-                modules[name].register_forward_hook(_keeper(name, last))
+                modules[name].register_forward_hook(_Keeper(name, last))
             else:
                 raise UserError(f"the model has no module {name!r} to tap")
             self._hooked.add(name)
@@ -138,14 +138,18 @@ def _kept(x: Tensor, frame: frames.Frame, lasts: bool) -> Tensor:
     return x if lasts and frame.rewrite is None else x.clone()
 
 
-def _keeper(name: str, lasts: bool) -> Callable[..., None]:
-    def keep(module: nn.Module, args: Any, output: Any) -> None:
-        frame = frames.current()
-        if frame is not None and name in frame.wanted:
-            frame.features[name] = _kept(_tensor_of(output), frame, lasts)
-            frame.summaries.pop(name, None)  # of an earlier call of the same module: the last one counts
+@dataclass(frozen=True, slots=True)
+class _Keeper:
+    """A hook that keeps a module's output if the frame wants it; ``lasts`` if nothing overwrites that, see :mod:`fedloom.overwrites`."""
 
-    return keep
+    name: str
+    lasts: bool
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        frame = frames.current()
+        if frame is not None and self.name in frame.wanted:
+            frame.features[self.name] = _kept(_tensor_of(output), frame, self.lasts)
+            frame.summaries.pop(self.name, None)  # of an earlier call of the same module: the last one counts
 
 
 def _at_head(lasts: bool) -> Callable[..., tuple[Any, ...] | None]:

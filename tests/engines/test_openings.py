@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -304,22 +305,31 @@ def test_what_has_a_gradient_itself_is_not_opened() -> None:
     assert found == [False, True]
 
 
+def opening(*behind: nn.Module) -> nn.Module:
+    """A model whose first layers are opened, with weights of which products are exact."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(3, 6, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), *behind)
+    for leaf in net.parameters():
+        leaf.data = (16 * leaf.data).round() / 16
+    return net
+
+
+def after_an_epoch(method: Any, model: Callable[[], nn.Module]) -> Any:
+    rows = [(coarse(n, 3, 8, 10).cpu().numpy(), np.arange(n) % 2) for n in (9, 14, 5)]
+    data = fl.Federation.from_arrays([(own, own) for own in rows])
+    options = {"engine": VectorisedEngine(), "rounds": 1, "epochs": 1, "batch_size": 16, "evaluate": {"every": 0}}
+    return everything(fit(method, model, data, **options, device=DEVICE, precision="fp32"))
+
+
 @cuda
 @pytest.mark.parametrize(
     ("method", "through"), [("fedavg", "opened"), ("fedavg + isr", "opened_summed"), ("fedper", "opened")]
 )
 def test_training_with_opened_layers(method: str, through: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step is as layer by layer, to TF32; also with ISR, which has ReLU and pooling summed up."""
-    rows = [(coarse(n, 3, 8, 10).cpu().numpy(), np.arange(n) % 2) for n in (9, 14, 5)]
-    data = fl.Federation.from_arrays([(own, own) for own in rows])
 
     def model() -> nn.Module:
-        torch.manual_seed(0)
-        body = nn.Conv2d(3, 6, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(6, 4, 3, padding=1), nn.ReLU()
-        net = nn.Sequential(*body, nn.Flatten(), nn.Linear(80, 2))
-        for leaf in net.parameters():
-            leaf.data = (16 * leaf.data).round() / 16
-        return net
+        return opening(nn.Conv2d(6, 4, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(80, 2))
 
     met: list[str] = []
     for name in ("opened", "opened_summed"):
@@ -331,19 +341,45 @@ def test_training_with_opened_layers(method: str, through: str, monkeypatch: pyt
             return y
 
         monkeypatch.setattr(kernels, name, noted)
-    options = {
-        "engine": VectorisedEngine(),
-        "rounds": 1,
-        "epochs": 1,
-        "batch_size": 16,
-        "device": DEVICE,
-        "precision": "fp32",
-        "evaluate": {"every": 0},
-    }
     found = []
     for fuse in (True, False):
         met.clear()
         monkeypatch.setattr(chains, "FUSE", fuse)
-        found.append(everything(fit(method, model, data, **options)))
+        found.append(after_an_epoch(method, model))
         assert (through in met) == fuse
+    assert gap(*found) < TF32
+
+
+class Doubled(nn.Module):
+    """Works in place, as a user's own layer may."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x *= 2
+        return x
+
+
+@cuda
+@pytest.mark.parametrize("overwritten", [False, True], ids=["lasting", "overwritten"])
+def test_poolings_are_summed_up_on_the_way_unless_they_are_overwritten(
+    overwritten: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the pooling returned is read again on the way back."""
+
+    def model() -> nn.Module:
+        return opening(Doubled() if overwritten else nn.Identity(), nn.Flatten(), nn.Linear(120, 2))
+
+    pooled: list[object] = []
+    plain = kernels.opened_summed
+
+    def opened_summed(*args: Any, **options: Any) -> Any:
+        pooled.append(options["pooled"])
+        return plain(*args, **options)
+
+    monkeypatch.setattr(kernels, "opened_summed", opened_summed)
+    method = fl.compose(fl.fedavg(), fl.isr(points=("1", "2")))
+    found = []
+    for fuse in (True, False):
+        monkeypatch.setattr(chains, "FUSE", fuse)
+        found.append(after_an_epoch(method, model))
+    assert set(pooled) == {not overwritten}
     assert gap(*found) < TF32
