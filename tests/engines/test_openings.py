@@ -209,6 +209,8 @@ def test_what_no_kernel_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not served(numbers(2, 3, 15, 8, 8), numbers(2, 8, 15, 3, 3), b)  # long patches
     assert not served(numbers(2, 3, 4, 8, 8), w, b)  # another number of channels
     assert not served(x, numbers(2, 65, 3, 3, 3), numbers(2, 65))
+    large = x[:, :1, :, :1, :1].expand(2, 1, 3, 2100, 2100)
+    assert not served(large, w, b, window=(1, 2))  # more programs a picture than a grid has room for
     assert kernels.opened(x[0], w[0], b[0], PLAIN, (2, 2)) is None  # outside of vmap
     with torch.enable_grad():
         assert kernels.fusions._opens(x[0], w[0], b[0], PLAIN, (2, 2), whole=False) is False
@@ -326,7 +328,7 @@ def after_an_epoch(method: Any, model: Callable[[], nn.Module]) -> Any:
     ("method", "through"), [("fedavg", "opened"), ("fedavg + isr", "opened_summed"), ("fedper", "opened")]
 )
 def test_training_with_opened_layers(method: str, through: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step is as layer by layer, to TF32; also with ISR, which has ReLU and pooling summed up."""
+    """A step is as layer by layer, to TF32; also with ISR, which has what the ReLU returns summed up."""
 
     def model() -> nn.Module:
         return opening(nn.Conv2d(6, 4, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(80, 2))

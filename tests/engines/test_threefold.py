@@ -147,6 +147,7 @@ def test_where_three_products_serve() -> None:
     assert not products._threefold(a[:, :20], b[:, :70])  # few products
     assert products._threefold(numbers(2, 40, 130), numbers(2, 210, 130))
     assert not products._threefold(numbers(100, 40, 70), numbers(100, 100, 70))  # few rows, but enough columns
+    assert not products._threefold(numbers(1, 1, 64).expand(1, 1 << 23, 64), numbers(1, 64, 64))  # more than a grid has
     with numerics.tf32(products=True):
         assert not products._threefold(a, b)
 

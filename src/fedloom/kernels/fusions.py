@@ -14,6 +14,8 @@ from fedloom.kernels.rows import _laid
 
 SHORT, FILTERS = 127, 64
 """Longest patch, and most filters, of a convolution that goes through one kernel with what is behind it."""
+LARGEST = 1 << 22
+"""Most positions of its map: a picture's programs stand along an axis of CUDA's grid that has less than 2^16 of them."""
 
 
 def acted(x: Tensor, window: Pair, *, six: bool = False) -> Tensor:
@@ -86,7 +88,7 @@ def _opens(x: Tensor, w: Tensor, bias: Tensor | None, steps: Steps, window: Pair
     out = sides(x.shape[2:], w.shape[2:], steps)
     fits = x.shape[1] == w.shape[1] and window[1] == 2 and window[0] <= out[0] and out[1] >= 2
     filled = not whole or not (out[0] % window[0] or out[1] % 2)
-    if not fits or not filled or not serves_filters(x, w, bias):
+    if not fits or not filled or out[0] * out[1] >= LARGEST or not serves_filters(x, w, bias):
         return False
     return not (torch.is_grad_enabled() and torch._C._functorch.get_unwrapped(x).requires_grad)
 

@@ -18,8 +18,9 @@ FEW, MANY = 48, 1 << 13
 """With fewer rows of a client than these that is only faster where a cohort has less than so many columns."""
 CROSSED = 1 << 26
 """Fewest products for which the gradient of the weights does, where both factors lie across what is summed over."""
-ROWS = 2048
-"""From this number of rows on, the gradient of the inputs goes that way too, for which the weights are laid out anew."""
+ROWS, MOST = 2048, 1 << 22
+"""From this number of rows on, the gradient of the inputs goes that way too, for which the weights are laid out anew; with fewer than these
+CUDA's grid has room for their programs."""
 SHORT = 1 << 16
 """Tensors of at most so many values are joined: a launch for each of them would take longer than what it does."""
 
@@ -100,7 +101,7 @@ def multiplied(a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor, least: in
         least: products of float32 are made as three of TF32 where there are so many, and where that is faster.
         onto: whether ``out`` is added to.
     """
-    if out.numel() * a.shape[2] >= least and _threefold(a, b):
+    if out.numel() * a.shape[2] >= least and _threefold(a, b, out):
         from fedloom.kernels import threefold
 
         return threefold.product(a, b, None if bias is None else bias.contiguous(), out, onto=onto)
@@ -127,11 +128,6 @@ def _serves_shared(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     return fixed and serves(x) and _pays(x, 1, clients(x) * x.shape[:-1].numel(), weight.shape[0])
 
 
-def _threefold(a: Tensor, b: Tensor) -> bool:
-    far = max(sum((n - 1) * s for n, s in zip(t.shape[1:], t.stride()[1:], strict=True)) for t in (a, b))
-    return far < 1 << 31 and _pays(a, a.shape[0], a.shape[1], b.shape[1])  # addresses within a client's have 32 bits
-
-
 def _pays(x: Tensor, several: int, rows: int, columns: int) -> bool:
     """Whether several products of float32, over the last axis of x, are faster as three of TF32, where that one alone is not allowed."""
     if x.dtype != torch.float32 or torch.backends.cuda.matmul.allow_tf32 or not present(x) or not _has_tf32(x.device):
@@ -139,7 +135,13 @@ def _pays(x: Tensor, several: int, rows: int, columns: int) -> bool:
     depth = x.shape[-1]
     if depth < DEEP or several * rows * columns * depth < LARGE or (rows < FEW and several * columns >= MANY):
         return False
-    return max(rows * depth, columns * depth, rows * columns) < 1 << 31
+    return rows < MOST and max(rows * depth, columns * depth, rows * columns) < 1 << 31
+
+
+def _threefold(a: Tensor, b: Tensor, *others: Tensor) -> bool:
+    """The same of factors as they lie; addresses within a client's part of these tensors have 32 bits."""
+    far = max([sum((n - 1) * s for n, s in zip(t.shape[1:], t.stride()[1:], strict=True)) for t in (a, b, *others)])
+    return far < 1 << 31 and _pays(a, a.shape[0], a.shape[1], b.shape[1])
 
 
 @cache
