@@ -35,7 +35,8 @@ BACK = 16
 """Windows that are multiplied at a time on the way back: more would not fit into registers."""
 PROGRAMS = 1024
 """Programs of the way back, about: each makes some pictures of a client."""
-LOW = tl.constexpr(-1e38)
+LOW = tl.constexpr(-1e30)
+"""Of rows that are no filter: below all that a ReLU returns, and still finite with the largest of that taken off."""
 
 
 @triton.jit
