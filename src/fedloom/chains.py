@@ -106,7 +106,7 @@ def _pooled(
     tapped = heard.pop(behind[0] - at)
     if tapped is None or any(h is not False for h in heard[:-1]) or heard[-1] is None:
         return None
-    x, weight, bias = kernels.shortened(x, conv.weight, conv.bias)
+    weight, bias = conv.weight, conv.bias
     if tapped:
         relu_name, pool_name = (names[i] for i in behind)
         if frame is None or relu_name is None or relu_name not in frame.summed or steps is None:
@@ -123,8 +123,10 @@ def _pooled(
         return output, end
     y = None if steps is None else kernels.opened(x, weight, bias, steps, window, six=six, last=last)
     if y is None:
-        if bias is None or torch.is_grad_enabled() or _inside(conv.weight) or _inside(bias):
+        if bias is None or torch.is_grad_enabled() or _inside(weight) or _inside(bias):
             return None
+        x, weight, bias = kernels.shortened(x, weight, bias)
+        assert bias is not None
         x = conv._conv_forward(x.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2), weight, None)
         window = _window(pool, x.shape[2:], whole=False)
         if window is None:

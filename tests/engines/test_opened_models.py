@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fedloom as fl
 from fedloom import chains, kernels, network
@@ -60,6 +61,33 @@ def test_where_a_model_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:
         assert sum(met) == expected
         for a, b in zip(ours, theirs, strict=True):
             assert torch.allclose(a, b, rtol=TF32, atol=TF32 * 10)
+
+
+class Turned(TorchDispatchMode):
+    """Shapes of what is turned into 16 bits."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.shapes: list[tuple[int, ...]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default and made.dtype is torch.float16:
+            self.shapes.append(tuple(made.shape))
+        return made
+
+
+@cuda
+def test_filters_are_turned_into_the_type_of_autocast_once() -> None:
+    """Also those of a layer that is not opened after all."""
+    net = opening(nn.Conv2d(6, 4, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(16, 2))
+    built = network.build(net, numbers(2, 3, 8, 10), task="classification", device=DEVICE)
+    built.autocast = torch.float16
+    mine = {n: torch.stack([v, v]).to(DEVICE).requires_grad_() for n, v in built.start.items()}
+    with Turned() as turned:
+        returned(built, built.start, mine, numbers(2, 7, 3, 8, 10), "", gradient=True)
+    for name in ("0.weight", "3.weight"):
+        assert turned.shapes.count(tuple(mine[name].shape)) == 1
 
 
 @cuda

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedloom.kernels.cohort import _Lifted, serves_filters, slopes
+from fedloom.kernels.cohort import _Lifted, clients, serves, serves_filters, shortened, slopes
 from fedloom.kernels.geometry import Geometry, Pair, Steps, sides
 from fedloom.kernels.rows import _laid
 
@@ -57,11 +57,11 @@ def opened(
         six: whether the activation ends at 6.
         last: whether channels lie last in what is returned, where no gradient is asked for.
     """
-    if not _opens(x, w, bias, steps, window, whole=False):
+    given, keep = _opens(x, w, bias, steps, window, whole=False), torch.is_grad_enabled()
+    if given is None:
         return None
-    keep = torch.is_grad_enabled()
     y: Tensor = _Lifted.apply(  # type: ignore[no-untyped-call]
-        _CohortOpening, x, w, bias, steps, window, six, last and not keep, keep, 0
+        _CohortOpening, *given, steps, window, six, last and not keep, keep, 0
     )
     return y
 
@@ -73,24 +73,29 @@ def opened_summed(
 
     The windows fill the map.
     """
-    if not _opens(x, w, bias, steps, window, whole=True):
+    given, keep = _opens(x, w, bias, steps, window, whole=True), torch.is_grad_enabled()
+    if given is None:
         return None
-    keep = torch.is_grad_enabled()
-    y, *made = _Lifted.apply(_CohortOpening, x, w, bias, steps, window, six, False, keep, 1 + pooled)  # type: ignore[no-untyped-call]
+    y, *made = _Lifted.apply(_CohortOpening, *given, steps, window, six, False, keep, 1 + pooled)  # type: ignore[no-untyped-call]
     return y, list(zip(made[::2], made[1::2], strict=True))
 
 
-def _opens(x: Tensor, w: Tensor, bias: Tensor | None, steps: Steps, window: Pair, *, whole: bool) -> bool:
-    # Products of float32 are TF32's where torch lets convolutions use it, as it does unless it is told not to.
-    typed = x.dtype in (torch.float16, torch.bfloat16) or (x.dtype is torch.float32 and torch.backends.cudnn.allow_tf32)
-    if not typed or w.shape[1:].numel() > SHORT or len(w) > FILTERS:
-        return False
+def _opens(
+    x: Tensor, w: Tensor, bias: Tensor | None, steps: Steps, window: Pair, *, whole: bool
+) -> tuple[Tensor, Tensor, Tensor | None] | None:
+    """Pictures, filters and bias in the type of autocast, into which they are only turned where shapes fit; None where no kernel serves."""
+    if w.shape[1:].numel() > SHORT or len(w) > FILTERS or not serves(x) or clients(x) == 1:
+        return None
     out = sides(x.shape[2:], w.shape[2:], steps)
     fits = x.shape[1] == w.shape[1] and window[1] == 2 and window[0] <= out[0] and out[1] >= 2
+    fits = fits and out[0] * out[1] < LARGEST
     filled = not whole or not (out[0] % window[0] or out[1] % 2)
-    if not fits or not filled or out[0] * out[1] >= LARGEST or not serves_filters(x, w, bias):
-        return False
-    return not (torch.is_grad_enabled() and torch._C._functorch.get_unwrapped(x).requires_grad)
+    if not fits or not filled or (torch.is_grad_enabled() and torch._C._functorch.get_unwrapped(x).requires_grad):
+        return None
+    x, w, bias = shortened(x, w, bias)
+    # Products of float32 are TF32's where torch lets convolutions use it, as it does unless it is told not to.
+    typed = x.dtype in (torch.float16, torch.bfloat16) or (x.dtype is torch.float32 and torch.backends.cudnn.allow_tf32)
+    return (x, w, bias) if typed and serves_filters(x, w, bias) else None
 
 
 def acted_apart(x: Tensor, window: Pair, *, six: bool = False) -> tuple[Tensor, Tensor]:
