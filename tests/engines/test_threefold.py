@@ -203,3 +203,13 @@ def test_recurrent_layers(kind: Any, calls: list[tuple[int, ...]], monkeypatch: 
     assert (
         len(calls) == 1 + 5 + 4 + 3
     )  # forward: of inputs, and step by step; back: step by step; of inputs and of both weights
+
+
+@cuda
+def test_rows_that_lie_too_far_apart() -> None:
+    """Addresses within what a client has are of 32 bits; those of a cohort are not."""
+    a, b = numbers(2, 70, 130), numbers(2, 130, 130)
+    apart = torch.empty(1, device=DEVICE).expand(2, 70, 130)
+    assert products._threefold(a, b, apart)
+    far = torch.as_strided(torch.empty(1, device="meta"), (2, 70, 130), (130, 1 << 25, 1))
+    assert not products._threefold(a, b, far)
