@@ -189,20 +189,20 @@ def test_recurrent_layers(kind: Any, calls: list[tuple[int, ...]], monkeypatch: 
     for name in ("CROSSED", "LARGE", "DEEP"):
         monkeypatch.setattr(products, name, 1)
     layer, x = kind(50, 60, batch_first=True).to(DEVICE), numbers(3, 8, 5, 50)
-    theirs = copy.deepcopy(layer)
+    theirs = copy.deepcopy(layer).cpu().double()
     swaps.prepare(layer)
     own = {n: v.detach().expand(3, *v.shape).clone().requires_grad_() for n, v in layer.named_parameters()}
     x.requires_grad_()
     found = torch.vmap(lambda w, x: torch.func.functional_call(layer, w, (x,))[0])(own, x)
     slopes = torch.autograd.grad(found.square().sum(), [x, *own.values()])
     each = [
-        torch.autograd.grad(theirs(v)[0].square().sum(), [v, *theirs.parameters()]) for v in x.detach().requires_grad_()
+        torch.autograd.grad(theirs(v)[0].square().sum(), [v, *theirs.parameters()])
+        for v in x.detach().cpu().double().requires_grad_()
     ]
     for mine, others in zip(slopes, zip(*each, strict=True), strict=True):
-        assert float((mine - torch.stack(others)).abs().max() / mine.abs().max()) < 1e-5
-    assert (
-        len(calls) == 1 + 5 + 4 + 3
-    )  # forward: of inputs, and step by step; back: step by step; of inputs and of both weights
+        assert float((mine.cpu() - torch.stack(others)).abs().max() / mine.abs().max()) < 1e-5
+    # Forward of all inputs, and step by step; back step by step, then of the inputs and of both weights.
+    assert len(calls) == 1 + 5 + 4 + 3
 
 
 @cuda
