@@ -271,6 +271,7 @@ def opened(
     tall = max(16, triton.next_power_of_2(outputs))
     across = max(16, min(WINDOWS * 32 // max(32, tall), triton.next_power_of_2(area)))
     pieces = triton.cdiv(area, across)
+    large = tall > 32 and shape.inner > 64  # more than the registers of two warps hold
     kept: tuple[Tensor, ...] = ()
     sums: tuple[Tensor, ...] = ()
     if taps:
@@ -281,7 +282,8 @@ def opened(
     _open[(pictures, pieces)](
         x, w, either(bias, x), y, either(place, x), *(*kept, *sums) or [x] * 5, batch, w.stride(0),
         0 if bias is None else bias.stride(0), **shape.sizes, N=outputs, HIGH=window[0],
-        BIAS=bias is not None, SIX=six, LAST=last, KEEP=keep, TAPS=taps, BO=tall, BK=DEEP, BQ=across, num_warps=4 if taps else 2,
+        BIAS=bias is not None, SIX=six, LAST=last, KEEP=keep, TAPS=taps, BO=tall, BK=DEEP, BQ=across,
+        num_warps=4 if taps or large else 2,
     )  # fmt: skip
     y = y.permute(0, 1, 4, 2, 3) if last else y
     if not taps:

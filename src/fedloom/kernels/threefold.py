@@ -8,6 +8,8 @@ float32's. Factors may lie any way; along what is summed over, as tensor cores a
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
@@ -50,6 +52,12 @@ def _threefold(
     tl.store(y, total, mask=inside)
 
 
+@cache
+def _hopper(device: torch.device) -> bool:
+    """Whether a tile of 128 rows fits into the registers of four warps: there tensor cores read from shared memory."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+
+
 def product(a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor, *, onto: bool = False) -> Tensor:
     """``a b^T + bias`` of every client, or that added to what is there.
 
@@ -70,6 +78,6 @@ def product(a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor, *, onto: boo
     _threefold[(tiles[1], tiles[0], clients * split)](
         a, b, either(bias, a), parts, rows, columns, depth, steps, *a.stride(), *b.stride(), *parts.stride()[:2],
         BIAS=bias is not None, ONTO=onto, SPLIT=split, EVEN=depth % (DEEP * split) == 0, BM=high, BN=64, BK=DEEP,
-        num_warps=4, num_stages=4 if high == 64 else 3,
+        num_warps=4 if high == 64 or _hopper(a.device) else 8, num_stages=4 if high == 64 else 3,
     )  # fmt: skip
     return out if split == 1 else torch.sum(parts.unflatten(0, (clients, split)), 1, out=out)
