@@ -171,6 +171,16 @@ def test_a_layer_that_all_clients_share(calls: list[tuple[int, ...]]) -> None:
 
 
 @cuda
+def test_one_weight_and_a_bias_for_each() -> None:
+    """A personal bias behind a weight that all clients have: seen from inside both are a client's own."""
+    x, w, b = numbers(3, 40, 90), numbers(210, 90), numbers(3, 210)
+    with torch.no_grad():
+        found = torch.vmap(kernels.linear)(x, w.expand(3, 210, 90), b)
+    exact = x.double() @ w.double().T + b.double()[:, None]
+    assert float((found - exact).abs().max() / exact.abs().max()) < DIGITS
+
+
+@cuda
 def test_a_cohort_that_begins_with_one_weight() -> None:
     """Seen as each client's own, though there is one in memory: each has a gradient of its own."""
     x, w = numbers(3, 40, 90), numbers(210, 90)

@@ -154,7 +154,7 @@ class _CohortLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        if not weight.stride(0) and not any(ctx.needs_input_grad):
+        if not any(ctx.needs_input_grad) and not any(t.stride(0) for t in (weight, bias) if t is not None):
             weight, bias = weight[:1], None if bias is None else bias[:1]
         flat = x.reshape(len(weight), -1, x.shape[-1])
         y = x.new_empty(*x.shape[:-1], weight.shape[1])  # not a view: a layer behind may work in place
