@@ -20,6 +20,7 @@ from fedloom import network, tasks
 from fedloom.bound import Bound, bind
 from fedloom.structure import Structure
 from fedloom.taps import candidates, choose, entropy_term
+from fedloom.taps.losses import pooled
 from fedloom.taps.points import leaves_before
 from fedloom.taps.report import costs, information
 from fedloom.types import Batch
@@ -362,3 +363,13 @@ def test_what_the_options_came_to_is_in_the_run(tmp_path: Path) -> None:
     named = fit("fedavg + isr(points=['3'])", deep(5), data, rounds=1)
     assert named.config["resolved"]["isr"] == {"taps": ["3"], "points": 1, "spacing": 0}
     assert "isr" not in fit("fedavg", deep(2), data, rounds=1).config["resolved"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_pooling_is_a_mean_whose_gradient_is_not_spread_out(dtype: torch.dtype) -> None:
+    z = torch.randn(3, 4, 7, 5, dtype=dtype, requires_grad=True)
+    found = pooled(z)
+    assert torch.equal(found, z.flatten(2).mean(2))
+    (slope,) = torch.autograd.grad(found.square().sum(), z)
+    assert torch.equal(slope, torch.autograd.grad(z.flatten(2).mean(2).square().sum(), z)[0])
+    assert (slope.stride()[2:] == (0, 0)) == (dtype is not torch.bfloat16)

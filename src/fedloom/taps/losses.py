@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -14,7 +15,11 @@ from fedloom.view import View
 def pooled(z: Tensor, axis: int = 1) -> Tensor:
     """Rows x channels: the mean over all positions (pixels of a map, tokens)."""
     z = z.movedim(axis, 1)
-    return z if z.dim() == 2 else z.flatten(2).mean(2)
+    if z.dim() == 2:
+        return z
+    flat = z.flatten(2)
+    # A mean divides its gradient once it is spread over the map, a pass over memory; sums of 16 bits would lose digits.
+    return flat.mean(2) if z.dtype in (torch.float16, torch.bfloat16) else flat.sum(2) / flat.shape[2]
 
 
 def adapted(z: Tensor, weight: Tensor, bias: Tensor, axis: int, like: Tensor, *, dense: bool) -> Tensor:
