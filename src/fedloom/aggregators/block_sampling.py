@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedloom import rng
+from fedloom import rng, tree
 from fedloom.aggregators.similarity import (
     at_once,
     coordinates,
@@ -92,7 +92,7 @@ def sampled(
     def keep(memory: Leaves, told: Mapping[str, Array], cohort: Cohort) -> Leaves:
         kind = memory["facts"].dtype
         # Copied one by one: a view would keep those of the whole cohort for as long as one is kept.
-        each = [torch.from_numpy(row.copy()).to(kind) for row in told["vectors"]]
+        each = tree.copies(torch.from_numpy(told["vectors"]).to(kind).unbind())
         made = dict(zip([f"{LATEST}{name}" for name in cohort.ids], each, strict=True))
         if period > 1 and cohort.round % period == 0:
             made |= {USED + k.removeprefix(LATEST): v for k, v in (memory | made).items() if k.startswith(LATEST)}
@@ -133,10 +133,10 @@ def _similarity(memory: Leaves, cohort: Cohort, kept: str) -> np.ndarray:
     some = next((v for v in vectors if v is not None), None)
     if some is None:
         return np.zeros((len(cohort), len(cohort)))
-    blank, known = torch.zeros_like(some), np.array([v is not None for v in vectors])
-    side = torch.stack([blank if v is None else v for v in vectors])
     # By numpy, which has no type of 16 bits that torch calls bfloat: torch would wake all its threads for vectors as short as these.
-    return cosines((side.float() if side.dtype is torch.bfloat16 else side).numpy(), known)
+    kind = torch.float32 if some.dtype is torch.bfloat16 else some.dtype
+    blank, known = torch.zeros_like(some), np.array([v is not None for v in vectors])
+    return cosines(np.stack([(blank if v is None else v).to(kind).numpy() for v in vectors]), known)
 
 
 def _of_the_host(memory: Leaves) -> Leaves:
