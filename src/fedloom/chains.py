@@ -109,14 +109,15 @@ def _pooled(
     weight, bias = conv.weight, conv.bias
     if tapped:
         relu_name, pool_name = (names[i] for i in behind)
-        if frame is None or relu_name is None or relu_name not in frame.summed or steps is None:
+        assert frame is not None and relu_name is not None and pool_name is not None  # who has no name is not heard
+        if relu_name not in frame.summed or steps is None:
             return None
-        both = pool_name is not None and pool_name in frame.summed and _lasts(pool, frame)
+        both = pool_name in frame.summed and _lasts(pool, frame)
         made = kernels.opened_summed(x, weight, bias, steps, window, six=six, pooled=both)
         if made is None:
             return None
         output, (frame.summaries[relu_name], *others) = made
-        if pool_name is not None and others:
+        if both:
             frame.summaries[pool_name] = others[0]
         else:
             _tell(pool, x, output)

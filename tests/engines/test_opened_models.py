@@ -22,23 +22,34 @@ from tests.helpers import everything, federation, fit, gap
 __all__ = ["as_compared"]  # a fixture
 
 
+@pytest.fixture
+def met(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool, object]]:
+    """Of each call from now on which function it was, whether a kernel served it, and whether the pooling was to be summed up."""
+    found: list[tuple[str, bool, object]] = []
+
+    def watch(name: str) -> None:
+        plain = getattr(kernels, name)
+
+        def noted(*args: Any, **options: Any) -> Any:
+            y = plain(*args, **options)
+            found.append((name, y is not None, options.get("pooled")))
+            return y
+
+        monkeypatch.setattr(kernels, name, noted)
+
+    for name in ("opened", "opened_summed"):
+        watch(name)
+    return found
+
+
 @cuda
-def test_where_a_model_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_a_model_is_opened(met: list[tuple[str, bool, object]], monkeypatch: pytest.MonkeyPatch) -> None:
     """Unless somebody listens in between; with own filters and with shared ones."""
     torch.manual_seed(0)
     body = nn.Conv2d(3, 5, 3, padding=1), nn.Identity(), nn.ReLU(), nn.MaxPool2d(2)
     net = nn.Sequential(*body, nn.Conv2d(5, 4, 3), nn.ReLU6(), nn.MaxPool2d((1, 2)), nn.Flatten(), nn.Linear(16, 2))
     built = network.build(net, numbers(2, 3, 8, 14), task="classification", device=DEVICE)
     x, leaves = numbers(2, 7, 3, 8, 14), {n: v.to(DEVICE) for n, v in built.start.items()}
-    met: list[bool] = []
-    plain = kernels.opened
-
-    def opened(*args: object, **options: object) -> Tensor | None:
-        y = plain(*args, **options)  # type: ignore[arg-type]
-        met.append(y is not None)
-        return y
-
-    monkeypatch.setattr(kernels, "opened", opened)
 
     def made(wanted: str, own: bool, gradient: bool) -> list[Tensor]:
         mine = {n: torch.stack([v, v]).requires_grad_(gradient) for n, v in leaves.items()} if own else {}
@@ -58,7 +69,7 @@ def test_where_a_model_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:
         with monkeypatch.context() as patch:
             patch.setattr(chains, "FUSE", False)
             theirs = made(wanted, own, gradient)
-        assert sum(met) == expected
+        assert [name for name, served, _ in met if served] == ["opened"] * expected
         for a, b in zip(ours, theirs, strict=True):
             assert torch.allclose(a, b, rtol=TF32, atol=TF32 * 10)
 
@@ -91,7 +102,9 @@ def test_filters_are_turned_into_the_type_of_autocast_once() -> None:
 
 
 @cuda
-def test_methods_that_open_what_has_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_methods_that_open_what_has_no_gradient(
+    met: list[tuple[str, bool, object]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """MOON's two other models, FedMAP's sweep: as layer by layer, to TF32."""
     data = federation((9, 14, 5), (3, 8, 10), classes=2)
 
@@ -99,14 +112,6 @@ def test_methods_that_open_what_has_no_gradient(monkeypatch: pytest.MonkeyPatch)
         torch.manual_seed(0)
         return nn.Sequential(nn.Conv2d(3, 6, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(72, 2))
 
-    met: list[bool] = []
-    plain = kernels.opened
-
-    def opened(*args: object, **options: object) -> Tensor | None:
-        met.append(True)
-        return plain(*args, **options)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(kernels, "opened", opened)
     options = {
         "engine": VectorisedEngine(),
         "rounds": 2,
@@ -120,7 +125,7 @@ def test_methods_that_open_what_has_no_gradient(monkeypatch: pytest.MonkeyPatch)
             met.clear()
             monkeypatch.setattr(chains, "FUSE", fuse)
             found.append(everything(fit(method, model, data, **options)))
-            assert any(met) == fuse
+            assert bool(met) == fuse
         assert gap(*found) < TF32
 
 
@@ -144,28 +149,20 @@ def after_an_epoch(method: Any, model: Callable[[], nn.Module]) -> Any:
 @pytest.mark.parametrize(
     ("method", "through"), [("fedavg", "opened"), ("fedavg + isr", "opened_summed"), ("fedper", "opened")]
 )
-def test_training_with_opened_layers(method: str, through: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_with_opened_layers(
+    method: str, through: str, met: list[tuple[str, bool, object]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A step is as layer by layer, to TF32; also with ISR, which has what the ReLU returns summed up."""
 
     def model() -> nn.Module:
         return opening(nn.Conv2d(6, 4, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(80, 2))
 
-    met: list[str] = []
-    for name in ("opened", "opened_summed"):
-        plain = getattr(kernels, name)
-
-        def noted(*args: object, _plain: Any = plain, _name: str = name, **options: object) -> Any:
-            y = _plain(*args, **options)
-            met.append(_name if y is not None else "")
-            return y
-
-        monkeypatch.setattr(kernels, name, noted)
     found = []
     for fuse in (True, False):
         met.clear()
         monkeypatch.setattr(chains, "FUSE", fuse)
         found.append(after_an_epoch(method, model))
-        assert (through in met) == fuse
+        assert ((through, True) in [call[:2] for call in met]) == fuse
     assert gap(*found) < TF32
 
 
@@ -180,25 +177,17 @@ class Doubled(nn.Module):
 @cuda
 @pytest.mark.parametrize("overwritten", [False, True], ids=["lasting", "overwritten"])
 def test_poolings_are_summed_up_on_the_way_unless_they_are_overwritten(
-    overwritten: bool, monkeypatch: pytest.MonkeyPatch
+    overwritten: bool, met: list[tuple[str, bool, object]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the pooling returned is read again on the way back."""
 
     def model() -> nn.Module:
         return opening(Doubled() if overwritten else nn.Identity(), nn.Flatten(), nn.Linear(120, 2))
 
-    pooled: list[object] = []
-    plain = kernels.opened_summed
-
-    def opened_summed(*args: Any, **options: Any) -> Any:
-        pooled.append(options["pooled"])
-        return plain(*args, **options)
-
-    monkeypatch.setattr(kernels, "opened_summed", opened_summed)
     method = fl.compose(fl.fedavg(), fl.isr(points=("1", "2")))
     found = []
     for fuse in (True, False):
         monkeypatch.setattr(chains, "FUSE", fuse)
         found.append(after_an_epoch(method, model))
-    assert set(pooled) == {not overwritten}
+    assert {pooled for name, _, pooled in met if name == "opened_summed"} == {not overwritten}
     assert gap(*found) < TF32

@@ -133,9 +133,8 @@ def _pays(x: Tensor, several: int, rows: int, columns: int) -> bool:
     if x.dtype != torch.float32 or torch.backends.cuda.matmul.allow_tf32 or not present(x) or not _has_tf32(x.device):
         return False
     depth = x.shape[-1]
-    if depth < DEEP or several * rows * columns * depth < LARGE or (rows < FEW and several * columns >= MANY):
-        return False
-    return rows < MOST and max(rows * depth, columns * depth, rows * columns) < 1 << 31
+    few = rows < FEW and several * columns >= MANY
+    return depth >= DEEP and several * rows * columns * depth >= LARGE and rows < MOST and not few
 
 
 def _threefold(a: Tensor, b: Tensor, *others: Tensor) -> bool:

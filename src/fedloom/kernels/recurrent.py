@@ -124,8 +124,8 @@ class _CohortLayer(torch.autograd.Function):
         # Cells of a GRU take the products apart, since one bias stands inside of a bracket.
         apart = kind == "gru"
         bias = bi if apart or bi is None or bh is None else bi + bh
-        inputs = _filled(flat, steps * rows, wi, bias)
-        _multiply(inputs, flat, wi, onto=bias is not None)
+        inputs = flat.new_empty(steps * rows, *wi.shape[:2])
+        multiplied(flat.transpose(0, 1), wi, bias, inputs.transpose(0, 1))
         inputs = inputs.unflatten(0, (steps, rows))
         hidden = _filled(flat, steps * rows if apart else rows, wh, bh if apart else None)
         hidden = hidden.unflatten(0, (steps if apart else 1, rows))
