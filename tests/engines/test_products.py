@@ -136,8 +136,40 @@ def test_an_anchor_that_moves_is_left_to_torch() -> None:
 
 
 @cuda
+@pytest.mark.parametrize("fill", [True, False])
+def test_what_pulls_at_large_leaves_is_added_to_their_gradient_last(
+    fill: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(products, "SHORT", 100)
+    added, plain = list[bool](), products.Pull.onto
+    monkeypatch.setattr(products.Pull, "onto", lambda p, g: added.append(g is not None) or plain(p, g))
+    x, plus, minus = ([random(3, 12, 11), random(3, 2), random(3, 13, 10), random(3, 3)] for _ in range(3))
+    plus, minus = ([t.detach() * k for t in own] for k, own in ((2.0, plus), (0.5, minus)))
+
+    def value(x: list[torch.Tensor], plus: list[torch.Tensor], minus: list[torch.Tensor]) -> torch.Tensor:
+        pulls = products.inner_products(x[:3], plus[:3], minus[:3]), products.half_squares(x[:3], minus[:3])
+        return (x[0] ** 2).sum() * 3 + (x[1] ** 3).sum() + 0.5 * pulls[0] + 2 * pulls[1]  # type: ignore[operator]
+
+    total = torch.vmap(value)(x, plus, minus).sum()
+    expected = torch.autograd.grad(total, x, allow_unused=True, materialize_grads=fill, retain_graph=True)
+    assert not added
+    found = products.gradients(total, x, fill=fill)
+    assert added.count(False) == (not fill)  # of the third leaf, which has no other gradient
+    assert added.count(True) == 6 - (not fill)
+    for a, b in zip(found, expected, strict=True):
+        assert (a is None) == (b is None)
+        assert a is None or torch.allclose(a, b, rtol=1e-12, atol=1e-12)
+    some = products.gradients(torch.vmap(value)(x, plus, minus).sum(), x[1:], fill=fill)
+    assert torch.equal(some[1], found[2])  # type: ignore[arg-type]
+
+
+@cuda
+@pytest.mark.parametrize("short", [4, 1 << 16])
 @pytest.mark.parametrize("method", ["scaffold", "feddyn", "fedprox(mu=0.5)", "fedmap(sigma2=2.0)", "ditto"])
-def test_methods_with_pulls_as_the_loop_engine_has_them(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_methods_with_pulls_as_the_loop_engine_has_them(
+    method: str, short: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(products, "SHORT", short)
     launched, plain = [], products._CohortPull.apply
 
     def apply(*args):  # type: ignore[no-untyped-def]

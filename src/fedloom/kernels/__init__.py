@@ -17,7 +17,7 @@ from fedloom.kernels.fusions import (
     opened,
     opened_summed,
 )
-from fedloom.kernels.products import half_squares, half_squares_of_all, inner_products, linear, squared_length
+from fedloom.kernels.products import gradients, half_squares, half_squares_of_all, inner_products, linear, squared_length
 from fedloom.kernels.rows import class_distances, masked_mean
 
 __all__ = [
@@ -35,6 +35,7 @@ __all__ = [
     "drawn",
     "filtered",
     "folded",
+    "gradients",
     "half_squares",
     "half_squares_of_all",
     "inner_products",

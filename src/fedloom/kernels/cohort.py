@@ -138,7 +138,7 @@ def _cohorts(value: Any, axis: int | None, clients: int, place: int = 0) -> Any:
     if not isinstance(value, Tensor):
         return value
     if axis is not None:
-        return value.movedim(axis, place)
+        return value if axis == place else value.movedim(axis, place)  # itself: who asks for a gradient is known by it
     return value.unsqueeze(place).expand(*value.shape[:place], clients, *value.shape[place:])
 
 

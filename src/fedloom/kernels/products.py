@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -77,6 +77,45 @@ def half_squares_of_all(x: Sequence[Tensor], anchor: Sequence[Tensor], dtype: to
         return value
     gaps = [v.to(dtype) - a.to(dtype) for v, a in zip(x, anchor, strict=True)]
     return 0.5 * torch.stack([(gap**2).reshape(len(gap), -1).sum(1) for gap in gaps], 1).sum(1)
+
+
+class Pull(NamedTuple):
+    """What is still to be added to the gradient of a leaf: ``(a - b) dy`` of each client, computed in a type."""
+
+    leaf: Tensor
+    a: Tensor
+    b: Tensor
+    dy: Tensor
+    dtype: torch.dtype
+
+    def onto(self, gradient: Tensor | None) -> Tensor:
+        """It and the rest of the gradient: one pass, where autograd would write both down before it adds them up."""
+        from fedloom.kernels import pulls
+
+        flat = None if gradient is None else gradient.reshape(self.a.shape).contiguous()
+        return pulls.pulled_back(self.a, self.b, self.dy, self.dtype, self.leaf.dtype, flat).view(self.leaf.shape)
+
+
+_put_off: list[Pull] | None = None
+
+
+def gradients(value: Tensor, leaves: Sequence[Tensor], *, fill: bool) -> list[Tensor | None]:
+    """The gradient of a value with respect to leaves of a cohort; None where it does not reach one, or with ``fill`` zeros.
+
+    What :func:`inner_products` and :func:`half_squares` of large leaves add to it is added last.
+    """
+    global _put_off
+    _put_off = waiting = []
+    try:
+        found = list(torch.autograd.grad(value, leaves, allow_unused=True, materialize_grads=fill))
+    finally:
+        _put_off = None
+    places = {id(leaf): i for i, leaf in enumerate(leaves)}
+    for pull in waiting:
+        if id(pull.leaf) in places:
+            place = places[id(pull.leaf)]
+            found[place] = pull.onto(found[place])
+    return found
 
 
 def _pulling(x: Sequence[Tensor], *others: Sequence[Tensor]) -> bool:
@@ -210,6 +249,7 @@ class _CohortPull(torch.autograd.Function):
         lists = [[_joined([own[i] for i in group]) for group in ctx.groups] for own in given]
         a, b = lists[-2:]
         ctx.save_for_backward(*a, *b)
+        ctx.leaves = {i: tensors[i] for (i, *more) in ctx.groups if not more and tensors[i].is_leaf}
         return pulls.pulled(a, b, lists[0] if len(lists) == 3 else None, ctx.wide).to(dtype)
 
     @staticmethod
@@ -219,6 +259,9 @@ class _CohortPull(torch.autograd.Function):
         made: list[Tensor | None] = [None] * ctx.given
         a, b = ctx.saved_tensors[: len(ctx.groups)], ctx.saved_tensors[len(ctx.groups) :]
         for group, plus, minus in zip(ctx.groups, a, b, strict=True):
+            if _put_off is not None and group[0] in ctx.leaves:
+                _put_off.append(Pull(ctx.leaves[group[0]], plus, minus, dy, ctx.wide))
+                continue
             slope = pulls.pulled_back(plus, minus, dy, ctx.wide, ctx.kind)
             widths = [ctx.shapes[i][1:].numel() for i in group]
             for i, part in zip(group, slope.split(widths, 1), strict=True):

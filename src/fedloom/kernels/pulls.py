@@ -37,14 +37,16 @@ def _pull(a, b, x, parts, size, first, pieces, by_a, by_b, by_x, AT: tl.constexp
 
 
 @triton.jit
-def _pull_back(a, b, dy, made, size, by_a, by_b, by_dy, WIDE: tl.constexpr, B: tl.constexpr):
+def _pull_back(a, b, dy, onto, made, size, by_a, by_b, by_dy, ONTO: tl.constexpr, WIDE: tl.constexpr, B: tl.constexpr):
     part, client = tl.program_id(0), tl.program_id(1).to(tl.int64)
     spot = part * B + tl.arange(0, B)
     inside = spot < size
     gap = tl.load(a + client * by_a + spot, mask=inside, other=0.0).to(WIDE)
     gap -= tl.load(b + client * by_b + spot, mask=inside, other=0.0).to(WIDE)
-    slope = tl.load(dy + client * by_dy).to(WIDE)
-    tl.store(made + client * size + spot, gap * slope, mask=inside)
+    value = gap * tl.load(dy + client * by_dy).to(WIDE)
+    if ONTO:
+        value += tl.load(onto + client * size + spot, mask=inside, other=0.0).to(WIDE)
+    tl.store(made + client * size + spot, value, mask=inside)
 
 
 def pulled(a: Sequence[Tensor], b: Sequence[Tensor], x: Sequence[Tensor] | None, dtype: torch.dtype) -> Tensor:
@@ -67,13 +69,16 @@ def pulled(a: Sequence[Tensor], b: Sequence[Tensor], x: Sequence[Tensor] | None,
     return parts.sum(1)
 
 
-def pulled_back(a: Tensor, b: Tensor, dy: Tensor, dtype: torch.dtype, kind: torch.dtype) -> Tensor:
-    """``(a - b) dy`` of each client, computed in one type and returned in another."""
+def pulled_back(
+    a: Tensor, b: Tensor, dy: Tensor, dtype: torch.dtype, kind: torch.dtype, onto: Tensor | None = None
+) -> Tensor:
+    """``(a - b) dy`` of each client, computed in one type and returned in another; with a matrix without gaps, added to that."""
     clients, size = a.shape
     made = torch.empty(clients, size, dtype=kind, device=a.device)
     steps = [t.stride(0) for t in (a, b, dy)]
     grid = (math.ceil(size / BLOCK), clients)
-    _pull_back[grid](a, b, dy, made, size, *steps, WIDE=_wide(dtype), B=_block(size))
+    sizes = {"WIDE": _wide(dtype), "B": _block(size)}
+    _pull_back[grid](a, b, dy, made if onto is None else onto, made, size, *steps, ONTO=onto is not None, **sizes)
     return made
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from fedloom import kernels
 from fedloom.bound import Bound, BoundPhase
 from fedloom.client import Desk
 from fedloom.engines.vectorised.feed import Pools, Tick
@@ -165,8 +166,7 @@ class MappedStepper(Stepper):
         losses, self.carry = self.mapped(self.leaves, self.private, packed, self.carry, step)
         if not losses.requires_grad:
             return losses, None
-        found = torch.autograd.grad(losses.sum(), self.params, allow_unused=True, materialize_grads=bool(self.groups))
-        return losses.detach(), list(found)
+        return losses.detach(), kernels.gradients(losses.sum(), self.params, fill=bool(self.groups))
 
     def mapped(
         self, leaves: Leaves, private: dict[str, Any], packed: dict[str, Any], carry: Memory, step: Tensor
