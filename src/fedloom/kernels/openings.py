@@ -15,6 +15,7 @@ precision are, or those of the inputs' 16 bits. Imported on machines with CUDA o
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -30,11 +31,11 @@ from fedloom.kernels.softmaxes import _gradient
 DEEP = 16
 """Rows of a patch that are multiplied at a time: the fewest of a product in Triton, and on an H200 as fast as 32."""
 WINDOWS = 64
-"""Windows of a program; measured on an H200 with up to 32 filters, as are those below."""
+"""Windows of a program, half of them where maps are summed up; measured on an H200 with up to 32 filters, as are those below."""
 BACK = 16
 """Windows that are multiplied at a time on the way back: more would not fit into registers."""
-PROGRAMS = 1024
-"""Programs of the way back, about: each makes some pictures of a client."""
+PROGRAMS = 4
+"""Programs of the way back for each multiprocessor, about, which are all at work at a time: each makes windows of some pictures of a client."""
 LOW = tl.constexpr(-1e30)
 """Of rows that are no filter: below all that a ReLU returns, and still finite with the largest of that taken off."""
 
@@ -162,55 +163,65 @@ def _open_back(
     AREA: tl.constexpr = (OH // HIGH) * COLUMNS
     K: tl.constexpr = C * R * S
     CELLS: tl.constexpr = (2 * HIGH + TAPS - 1) * AREA
+    TURNS: tl.constexpr = (AREA + BQ - 1) // BQ
     client = tl.program_id(1).to(tl.int64)
     o = tl.arange(0, BO)
     k = tl.arange(0, BK)
     total = tl.zeros((BK, BO), tl.float32)
     first = tl.program_id(0) * each
-    for b in range(first, tl.minimum(first + each, batch)):
-        picture = client * batch + b
+    for turn in range(first, tl.minimum(first + each, batch * TURNS)):
+        picture = client * batch + turn // TURNS
+        start = (turn % TURNS) * BQ
+        p = 2 * start + tl.arange(0, 2 * BQ)
+        filled = p < 2 * AREA
+        both = (o < N)[:, None] & filled[None, :]
+        q = start + tl.arange(0, BQ)
+        inside = q < AREA
+        known = (o < N)[:, None] & inside[None, :]
+        where = o[:, None] * AREA + q[None, :]
+        arrived = tl.load(d + picture * (N * AREA) + where, mask=known, other=0.0).to(tl.float32)
+        chosen = tl.load(place + picture * (N * AREA) + where, mask=known, other=255)
         if TAPS > 0:
             level = (tl.load(d_mean + picture * N + o, mask=o < N, other=0.0) / (OH * OW))[:, None]
             share = tl.load(d_entropy + picture) / (OH * OW)
         if TAPS > 1:
             level_y = (tl.load(d_mean_y + picture * N + o, mask=o < N, other=0.0) / AREA)[:, None]
             share_y = tl.load(d_entropy_y + picture) / AREA
-        for start in range(0, AREA, BQ):
-            p = 2 * start + tl.arange(0, 2 * BQ)
-            filled = p < 2 * AREA
-            both = (o < N)[:, None] & filled[None, :]
-            q = start + tl.arange(0, BQ)
-            inside = q < AREA
-            known = (o < N)[:, None] & inside[None, :]
-            where = o[:, None] * AREA + q[None, :]
-            arrived = tl.load(d + picture * (N * AREA) + where, mask=known, other=0.0).to(tl.float32)
-            chosen = tl.load(place + picture * (N * AREA) + where, mask=known, other=255)
-            if TAPS > 1:
-                act = tl.load(y + picture * (N * AREA) + where, mask=known, other=0.0).to(tl.float32)
-                lse = tl.load(log_sum + picture * CELLS + (HIGH * 2 * AREA + q), mask=inside, other=0.0)[None, :]
-                found = tl.load(value + picture * CELLS + (HIGH * 2 * AREA + q), mask=inside, other=0.0)[None, :]
-                arrived += _gradient(act, lse, found, share_y, level_y)
-            for high in tl.static_range(HIGH):
-                top = ((p // (2 * COLUMNS)) * HIGH + high) * SH - PH
-                along = (p % (2 * COLUMNS)) * SW - PW
-                pixels = x + picture * (C * H * W)
-                patch = patched(pixels, top * W + along, top, along, k, filled[None, :], C, H, W, R, S, PH, PW, DH, DW)
-                patch = tl.where((k == K)[:, None], 1.0, patch).to(x.dtype.element_ty)  # the bias's
-                left = tl.where(chosen == 2 * high, arrived, 0.0)
-                right = tl.where(chosen == 2 * high + 1, arrived, 0.0)
-                slope = tl.reshape(tl.join(left, right), (BO, 2 * BQ))
-                if TAPS > 0:
-                    at = (o * (HIGH * 2 * AREA))[:, None] + (high * (2 * AREA) + p)[None, :]
-                    z = tl.load(made + picture * (N * HIGH * 2 * AREA) + at, mask=both, other=0.0).to(tl.float32)
-                    at = high * (2 * AREA) + p
-                    lse = tl.load(log_sum + picture * CELLS + at, mask=filled, other=0.0)[None, :]
-                    found = tl.load(value + picture * CELLS + at, mask=filled, other=0.0)[None, :]
-                    slope += _gradient(rectified(z, SIX), lse, found, share, level)
-                    slope = tl.where(shut(z, SIX), 0.0, slope)
-                slope = _rounded(slope.to(x.dtype.element_ty))
-                total = tl.dot(patch, tl.trans(slope), total, input_precision="tf32")
+            act = tl.load(y + picture * (N * AREA) + where, mask=known, other=0.0).to(tl.float32)
+            lse = tl.load(log_sum + picture * CELLS + (HIGH * 2 * AREA + q), mask=inside, other=0.0)[None, :]
+            found = tl.load(value + picture * CELLS + (HIGH * 2 * AREA + q), mask=inside, other=0.0)[None, :]
+            arrived += _gradient(act, lse, found, share_y, level_y)
+        for high in tl.static_range(HIGH):
+            top = ((p // (2 * COLUMNS)) * HIGH + high) * SH - PH
+            along = (p % (2 * COLUMNS)) * SW - PW
+            left = tl.where(chosen == 2 * high, arrived, 0.0)
+            right = tl.where(chosen == 2 * high + 1, arrived, 0.0)
+            slope = tl.reshape(tl.join(left, right), (BO, 2 * BQ))
+            if TAPS > 0:
+                at = (o * (HIGH * 2 * AREA))[:, None] + (high * (2 * AREA) + p)[None, :]
+                z = tl.load(made + picture * (N * HIGH * 2 * AREA) + at, mask=both, other=0.0).to(tl.float32)
+                at = high * (2 * AREA) + p
+                lse = tl.load(log_sum + picture * CELLS + at, mask=filled, other=0.0)[None, :]
+                found = tl.load(value + picture * CELLS + at, mask=filled, other=0.0)[None, :]
+                slope += _gradient(rectified(z, SIX), lse, found, share, level)
+                slope = tl.where(shut(z, SIX), 0.0, slope)
+            slope = tl.trans(_rounded(slope.to(x.dtype.element_ty)))
+            pixels = x + picture * (C * H * W)
+            patch = patched(pixels, top * W + along, top, along, k, filled[None, :], C, H, W, R, S, PH, PW, DH, DW)
+            patch = tl.where((k == K)[:, None], 1.0, patch).to(x.dtype.element_ty)  # the bias's
+            total = tl.dot(patch, slope, total, input_precision="tf32")
     parts += ((client * tl.num_programs(0) + tl.program_id(0)) * N) * BK
     tl.store(parts + ((o * BK)[None, :] + k[:, None]), total, mask=(o < N)[None, :] & (k <= K)[:, None])
+
+
+@cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
+def _crew(tall: int, warps: int, few: tuple[int, int] | None) -> dict[str, int]:
+    """The warps of a program; up to 32 filters those that were measured, with as many registers for each thread as let more programs run at a time."""
+    return {"num_warps": warps} if few is None or tall > 32 else {"num_warps": few[0], "maxnreg": few[1]}
 
 
 def rounded(x: Tensor) -> Tensor:
@@ -269,7 +280,8 @@ def opened(
     y = x.new_empty(clients, batch, *((rows, columns, outputs) if last else (outputs, rows, columns)))
     place = torch.empty_like(y, dtype=torch.uint8) if keep else None
     tall = max(16, triton.next_power_of_2(outputs))
-    across = max(16, min(WINDOWS * 32 // max(32, tall), triton.next_power_of_2(area)))
+    across = WINDOWS * 32 // max(32, tall) // (2 if taps and tall <= 32 else 1)
+    across = max(16, min(across, triton.next_power_of_2(area)))
     pieces = triton.cdiv(area, across)
     large = tall > 32 and shape.inner > 64  # more than the registers of two warps hold
     kept: tuple[Tensor, ...] = ()
@@ -283,7 +295,7 @@ def opened(
         x, w, either(bias, x), y, either(place, x), *(*kept, *sums) or [x] * 5, batch, w.stride(0),
         0 if bias is None else bias.stride(0), **shape.sizes, N=outputs, HIGH=window[0],
         BIAS=bias is not None, SIX=six, LAST=last, KEEP=keep, TAPS=taps, BO=tall, BK=DEEP, BQ=across,
-        num_warps=4 if taps or large else 2,
+        **_crew(tall, 4 if taps or large else 2, (2, 168) if taps else None),
     )  # fmt: skip
     y = y.permute(0, 1, 4, 2, 3) if last else y
     if not taps:
@@ -319,13 +331,14 @@ def opened_back(
     """
     clients, batch, outputs = d.shape[:3]
     tall, deep = max(16, triton.next_power_of_2(outputs)), max(16, triton.next_power_of_2(shape.inner + 1))
-    each = triton.cdiv(batch, max(1, PROGRAMS // clients))
-    parts = x.new_empty(clients, triton.cdiv(batch, each), outputs, deep, dtype=torch.float32)
+    turns = batch * triton.cdiv(d.shape[3] * d.shape[4], BACK)
+    each = triton.cdiv(turns, max(1, PROGRAMS * _processors(x.device) // clients))
+    parts = x.new_empty(clients, triton.cdiv(turns, each), outputs, deep, dtype=torch.float32)
     slopes = [*given, *[x] * (4 - len(given))]
     _open_back[(parts.shape[1], clients)](
         x, d, place, either(y, x), *kept or [x] * 3, *slopes, parts, batch, each, **shape.sizes, N=outputs,
         HIGH=window[0], SIX=six, TAPS=len(given) // 2, BO=tall, BK=deep, BQ=BACK,
-        num_warps=8 if given else 4, num_stages=1,  # pipelines would copy four bytes at a time
+        **_crew(tall, 8 if given else 4, (4, 128)), num_stages=1,  # pipelines would copy four bytes at a time
     )  # fmt: skip
     total = parts.sum(1).to(d.dtype)
     kernel = (shape.channels, *shape.kernel)
