@@ -123,7 +123,8 @@ def lag(clients: int) -> dict[str, float]:
     """LAG's score of one layer: every pair by hand, and as a matrix product."""
     import torch
 
-    from fedloom.plugins.lag import conflicts, gram
+    from fedloom.aggregators.sides import gram
+    from fedloom.plugins.lag import conflicts
 
     torch.set_num_threads(1)
     updates = torch.randn(clients, 512, 64, generator=torch.Generator().manual_seed(0))

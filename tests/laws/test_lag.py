@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 import fedloom as fl
 from fedloom.aggregators import similarity
-from fedloom.plugins.lag import VALUE, _Lag, conflicts, gram, spread
+from fedloom.aggregators.sides import gram
+from fedloom.plugins.lag import VALUE, _Lag, conflicts, spread
 from fedloom.types import Seen
 from tests.helpers import bn_mlp, everything, federation, fit, gap, identical, mlp, mostly_slow, own, run_of, shared
 
@@ -349,3 +350,22 @@ def test_the_mean_of_layers_that_nobody_moved_stays_where_it_is(weights: str) ->
     sent = {"lag": {"w": torch.zeros(3, 1000)}}
     made, _ = options.average(sent, {"gate:w": torch.zeros(())}, type("Few", (), facts)(), ["w"], {"w"})
     assert not made["personal"]["w"].any()
+
+
+@pytest.mark.parametrize("rows", [(8, 8, 8), (1, 2, 5)])
+@pytest.mark.parametrize("chunk", [1, 1 << 24], ids=["client by client", "at once"])
+def test_the_mean_of_personal_layers_by_hand(
+    rows: tuple[int, ...], chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weighted by rows, whether all have as many or not, and however many clients are taken at a time."""
+    monkeypatch.setattr(similarity, "CHUNK", chunk)
+    facts = {"ids": ["a", "b", "c"], "rows": rows, "leaves": {"w": torch.tensor([1.0, 2.0])}}
+    options = _Lag(1, 0.0, "samples", "per_round", "layer", 0, "conflict", "conflict", True)
+    moved = torch.tensor([[1.0, 0.0], [0.0, 4.0], [2.0, -2.0]])
+    memory = {"gate:w": torch.zeros(()), f"{VALUE}b": torch.tensor([10.0, 20.0])}
+    cohort = type("Few", (), {**facts, "__len__": lambda cohort: 3})()
+    made, kept = options.average({"lag": {"w": moved}}, memory, cohort, ["w"], {"w"})
+    ended = [[2.0, 2.0], [10.0, 24.0], [3.0, 0.0]]
+    assert [kept[f"{VALUE}{client}"].tolist() for client in "abc"] == ended
+    mean = sum(n * torch.tensor(e) for n, e in zip(rows, ended, strict=True)) / sum(rows)
+    assert torch.allclose(made["personal"]["w"] + facts["leaves"]["w"], mean)  # type: ignore[index]

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from fedloom import rng, tree
+from fedloom.aggregators.sides import cosines, gram
 from fedloom.bound import Bound
 from fedloom.diagnostics.gradients import Gradients, fitting_phase, measure, spread
 from fedloom.options import Diagnostics
-from fedloom.plugins.lag import cosines, gram
 from fedloom.run import Record, Run
 from fedloom.server import Outcome, ServerState
 from fedloom.types import Leaves

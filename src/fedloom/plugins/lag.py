@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fedloom import tree
 from fedloom.aggregators import similarity
+from fedloom.aggregators.sides import disagreeing, ended, gram, grams, pairs_below
 from fedloom.errors import Conflict, UserError
 from fedloom.record import Method
 from fedloom.reducers import mean, stack
@@ -30,20 +31,6 @@ Select = Literal["conflict", "first", "middle", "last"] | Sequence[str]
 Layers = dict[str, tuple[str, ...]]
 
 
-def gram(updates: Sequence[Tensor]) -> Tensor:
-    """``G_uv = <h_u, h_v>`` in float64 of one layer's updates, each M x anything; a matrix product, in pieces of columns."""
-    clients = updates[0].shape[0]
-    width = max(1, similarity.CHUNK // clients)
-    total: Tensor | None = None
-    for update in updates:
-        flat = update if update.dim() == 2 else update.reshape(clients, -1)
-        for piece in (flat,) if flat.shape[1] <= width else flat.split(width, dim=1):
-            exact = piece.double()
-            total = exact @ exact.T if total is None else total.addmm_(exact, exact.T)
-    assert total is not None
-    return total
-
-
 def conflicts(products: Tensor, xi: float = 0.0) -> int:
     """``GC_xi``: unordered pairs with ``cos(h_u, h_v) < xi``, from a Gram matrix; a zero vector's cosine is 0.
 
@@ -56,23 +43,12 @@ def conflicts(products: Tensor, xi: float = 0.0) -> int:
 
     Reference: FedLAG, Definition 4.1.
     """
-    return int(_pairs_below(products, xi))
-
-
-def cosines(products: Tensor) -> Tensor:
-    """``cos(h_u, h_v)`` of all pairs from Gram matrices, clamped to [-1, 1] and rounded to 10 digits; 0 for a zero vector."""
-    length = products.diagonal(dim1=-2, dim2=-1).sqrt()
-    scale = length[..., :, None] * length[..., None, :]
-    return (products / scale).nan_to_num(0.0, 0.0, 0.0).clamp(-1, 1).round(decimals=10)
+    return int(pairs_below(products, xi))
 
 
 def spread(products: Tensor) -> float:
     """``sum_uv (||h_u||^2 - <h_u, h_v>) / M^2``: the variance of the updates over clients (Lemma 5.2), to 10 digits."""
     return _ten_digits(float(_variance(products)))
-
-
-def _pairs_below(products: Tensor, xi: float) -> Tensor:
-    return (cosines(products) < xi).triu(diagonal=1).sum((-2, -1))
 
 
 def _variance(products: Tensor) -> Tensor:
@@ -167,13 +143,13 @@ class _Lag:
         """
         clients = layers[0][0].shape[0]
         some = max(1, similarity.CHUNK // clients**2)
-        if side is not None:
+        if side is not None and some >= len(layers):
             widths = [sum([u.numel() for u in updates]) // clients for updates in layers]
-            layers = [[piece] for piece in side.double().split_with_sizes(widths, 1)]
+            return _variance(grams(side, widths)) if self.score == "variance" else disagreeing(side, widths, self.xi)
         found = []
         for start in range(0, len(layers), some):
             products = torch.stack([gram(updates) for updates in layers[start : start + some]])
-            found.append(_variance(products) if self.score == "variance" else _pairs_below(products, self.xi))
+            found.append(_variance(products) if self.score == "variance" else pairs_below(products, self.xi))
         return found[0] if len(found) == 1 else torch.cat(found)
 
     def average(
@@ -193,36 +169,26 @@ class _Lag:
         if not leaves:
             return reduced, memory
         memory = _joined(memory, leaves)
-        rows = cohort.rows if self.weights == "samples" else [1] * len(cohort)
-        even = len(set(rows)) == 1
+        weights = cohort.rows if self.weights == "samples" and len(set(cohort.rows)) > 1 else [1] * len(cohort)
         widths = [cohort.leaves[leaf].numel() for leaf in leaves]
         parts = _parts(leaves, widths, personal)
-        some_kept = any(kept for _, kept in parts)
         sent = torch.cat([cohort.leaves[leaf].reshape(-1) for leaf in leaves])
         some = len(cohort) if side is not None else max(1, similarity.CHUNK // len(sent))
         mean: Tensor | None = None
         for first in range(0, len(cohort), some):
-            ids = cohort.ids[first : first + some]
-            moved = side
+            ids, moved, own = cohort.ids[first : first + some], side, None
             if moved is None:
                 each = [reduced["lag"][leaf][first : first + some].reshape(len(ids), -1) for leaf in leaves]
                 moved = torch.cat(each, 1)
-            ended, own = torch.empty_like(moved), sent
-            if some_kept:
-                own = torch.stack([memory.get(f"{VALUE}{client}", sent) for client in ids])
-            for at, kept in parts:  # from where they began: where the server is, or where they were
-                torch.add(moved[:, at], own[:, at] if kept else sent[at], out=ended[:, at])
-            # Copied: a view would keep what all of them have for as long as one is kept.
-            memory |= dict(zip([f"{VALUE}{client}" for client in ids], tree.copies(ended.unbind()), strict=True))
-            if some_kept:
-                ended.sub_(sent)  # before they are added up: a mean of long values would have lost what they differ in
-                if not even:
-                    torch._foreach_mul_(ended.unbind(), [float(n) for n in rows[first : first + some]])
-                part = ended.sum(0)
-                mean = part if mean is None else mean.add_(part)
+            if any(kept for _, kept in parts):
+                own = [memory.get(f"{VALUE}{client}", sent) for client in ids]
+            values, away = ended(moved, sent, own, parts, weights[first : first + some])
+            memory |= dict(zip([f"{VALUE}{client}" for client in ids], values, strict=True))
+            if away is not None:
+                mean = away if mean is None else mean.add_(away)
         if mean is None:
             return reduced, memory
-        mean.div_(len(cohort) if even else sum(rows))
+        mean.div_(sum(weights))
         means = zip(leaves, mean.split_with_sizes(widths), strict=True)
         return {**reduced, "personal": {n: v.view_as(cohort.leaves[n]) for n, v in means if n in personal}}, memory
 

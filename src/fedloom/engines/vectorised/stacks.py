@@ -29,14 +29,19 @@ class Stacks:
         off = post.off or ()
         # Of an earlier method that hands over, the post may lack leaves and gates of this one, and have others.
         kept = [n for n, spec in bound.specs.items() if spec.kept and n in post.leaves]
-        lists = [leaves_of(people, n, post.leaves[n]) for n in kept if n not in post.gate or n in off]
+        gated = [n for n in kept if n in post.gate and post.off is not None]
+        own = {n: leaves_of(people, n, post.leaves[n]) for n in kept if n not in post.gate or n in gated}
+        alike = {n: [post.leaves[n]] * len(people) for n in gated}
+        lists = [each for n, each in own.items() if n not in gated or n in off]
         lists += [each for values in memories_of(people, bound.memory).values() for each in values.values()]
-        lists = [each for each in lists if not same(each)]
-        if post.off is not None:
-            lists += [[post.leaves[n]] * len(people) for n in kept if n in post.gate and n not in off]
-        if sum([len(each) * each[0].nbytes for each in lists]) <= STACKED_BYTES:
-            # They are held, since they are told by their addresses.
-            self._ahead = {tuple(map(id, each)): (each, torch.stack(each)) for each in lists}
+        lists = [each for each in lists if not same(each)] + [alike[n] for n in gated if n not in off]
+        # Gates may turn with the answer: leaves that are personal now, or are not, are stacked the other way too.
+        turned = [alike[n] if n in off else own[n] for n in gated]
+        for some in ([*lists, *turned], lists):
+            if sum([len(each) * each[0].nbytes for each in some]) <= STACKED_BYTES:
+                # They are held, since they are told by their addresses.
+                self._ahead = {tuple(map(id, each)): (each, torch.stack(each)) for each in some}
+                return
 
     def of(self, values: Sequence[Tensor]) -> Tensor:
         """The stack of some values, which is the caller's own."""
