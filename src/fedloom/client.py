@@ -70,7 +70,8 @@ def sweep_size(work: Work, step: Sweep | Judge, rows: Rows) -> int | str:
     """Rows of a batch of a sweep over some rows."""
     asked = step.batch_size if isinstance(step, Sweep) else None
     if asked is None:
-        return sweep_rows(sum(t.shape[1:].numel() for t in pytree.tree_leaves(rows.x)))
+        parts = [rows.x] if isinstance(rows.x, Tensor) else pytree.tree_leaves(rows.x)
+        return sweep_rows(sum(t.shape[1:].numel() for t in parts))
     return work.batch_size if asked == "run" else asked
 
 

@@ -191,6 +191,7 @@ class Run:
         sorting = server.Sorting(bound, self.state, replies)
         self._gone = None
         sorting.anticipate(lambda ids: self.cohort(ids, round))
+        sorting.send()
         self._foresee(round + 1, {r.id: r.state for r in replies}, replace(sent.post, leaves=sorting.leaves()))
         if meanwhile is not None and not any(sorting.faults):
             meanwhile(sent, replies)
@@ -211,18 +212,18 @@ class Run:
         return outcome, sent
 
     def _foresee(self, round: int, before: Mapping[str, ClientState], post: Post) -> None:
-        """Lets the engine plan a round before the replies of the last one are waited for, by what its clients keep and a post."""
+        """Lets engine and server plan a round before the replies of the last one are waited for, by what its clients keep and a post."""
         foresee = getattr(self.engine, "foresee", None)
         if foresee is None or (self.work.rounds is not None and round > self.work.rounds):
             return
+        bound, drawn = self.at(round), self.drawn(round)
 
         def people() -> list[Participant]:
-            drawn = self.drawn(round)
-            asked = [i for i in drawn.ids if i not in drawn.dropped]
-            facts = [(i, before.get(i) or self._at_hand(i)) for i in asked]
+            facts = [(i, before.get(i) or self._at_hand(i)) for i in drawn.ids if i not in drawn.dropped]
             return [Participant(self.sites[i], state, share=drawn.shares.get(i, 1.0)) for i, state in facts]
 
-        foresee(self.at(round), self.work, round, people, post)
+        foresee(bound, self.work, round, people, post)
+        server.foresee(bound, self.state, self.cohort(drawn.ids, round))
 
     def _own_work(self, bound: Bound, round: int) -> None:
         """The server's own program: the server as one more participant, with the rows that it holds."""
@@ -340,8 +341,7 @@ def rounds(
         metrics = evaluate(round, facts)
         done = time.perf_counter()
         times = {"seconds": played - begun, "seconds_eval": done - played, "seconds_total": done - begun}
-        record = {"round": round, **facts, **metrics, **times}
-        if after(record):
+        if after({"round": round, **facts, **metrics, **times}):
             break
     run._gone = None
 

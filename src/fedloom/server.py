@@ -126,6 +126,13 @@ def dispatch(bound: Bound, state: ServerState, cohort: Cohort) -> tuple[ServerSt
     return state, Dispatch(sent, addressed, keys, _personal(bound, state, sent))
 
 
+def foresee(bound: Bound, state: ServerState, cohort: Cohort) -> None:
+    """Has prepare stages that remember something tried on a round to come; nothing else is kept of it."""
+    for stage in bound.method.server.prepare:
+        if stage.ahead and stage.owner in state.memory:
+            stage.fn(state.memory[stage.owner], cohort)
+
+
 def plain_dispatch(bound: Bound, state: ServerState, cohort: Cohort) -> Dispatch:
     """What the setup begins with: the post alone."""
     addressed: dict[str, Memory] = {name: {} for name in cohort.ids}
@@ -221,20 +228,24 @@ class Sorting:
         self.asked.ask([draft.changed])
         self.ahead = (len(whole), draft)
 
+    def send(self) -> None:
+        """Has all answers sent when the device is that far: what it does for the next round comes behind them."""
+        unread = [reply.unread for reply in self.pending if reply.unread is not None]
+        losses = [reducers.together(unread)] if unread else []
+        questions = [] if self.ahead is None else self.ahead[1].questions()
+        self.asked.send([*losses, *questions])
+
     def leaves(self) -> Leaves:
         """The server's leaves as they will be, as far as that is known before the device is waited for."""
         return (self.state if self.ahead is None else self.ahead[1].state).leaves
 
     def outcome(self, round: int) -> Outcome:
-        """The replies, sorted: from here on the device is waited for."""
+        """The replies, sorted, once the answers that were sent for are there: from here on the device is waited for."""
         outcome = Outcome()
-        unread = [reply.unread for reply in self.pending if reply.unread is not None]
-        losses = [reducers.together(unread)] if unread else []
-        questions = [] if self.ahead is None else self.ahead[1].questions()
-        sound, told = self.asked.answer([*losses, *questions])
-        for reply, loss in zip(self.pending, told[0].tolist() if unread else (), strict=True):
+        sound, told = self.asked.answer()
+        for reply, loss in zip(self.pending, told[0].tolist() if self.pending else (), strict=True):
             reply.loss, reply.unread = loss, None
-        self.told = told[len(losses) :]
+        self.told = told[bool(self.pending) :]
         each, rest = [sound[place] for place in self.places], sound[len(set(self.places)) :]
         for reply, idle, fault, finite in zip(self.replies, self.skipped, self.faults, each, strict=True):
             if idle:

@@ -49,10 +49,8 @@ class Term:
 
     def enters(self, phase: Phase, structure: Structure) -> bool:
         """Whether the term is part of the objective of a phase."""
-        if self.copy not in (None, phase.copy):
-            return False
-        named = self.phases
-        return named is None or (named(phase, structure) if callable(named) else phase.name in named)
+        here, named = self.copy in (None, phase.copy), self.phases
+        return here and (named is None or (named(phase, structure) if callable(named) else phase.name in named))
 
 
 # Slot 2: partition ----------------------------------------------------------------------------------------
@@ -334,11 +332,13 @@ class Prepare:
         owner: the recipe or plug-in that brings it.
         fn: the stage.
         told: the addressed tensor with the clients' static keys, if client code works from it too (``seen.key`` is then ``EACH``).
+        ahead: whether it is tried while the device is at work on the round before, since it remembers what will be of use again.
     """
 
     owner: str
     fn: Callable[[Leaves, Cohort], Prepared]
     told: str | None = None
+    ahead: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -51,6 +51,7 @@ class Question:
     def __init__(self) -> None:
         self._vectors: list[Tensor] = []
         self._places: list[int] = []
+        self._answer: Answer | None = None
 
     def ask(self, values: Sequence[Tensor]) -> None:
         """Asks for the values of some more tensors of one element; nobody waits."""
@@ -59,8 +60,14 @@ class Question:
             self._vectors.append(values[at[0]].reshape(1) if len(at) == 1 else torch.stack([values[i] for i in at]))
             self._places += [begin + i for i in at]
 
+    def send(self, others: Sequence[Tensor] = ()) -> None:
+        """Has the answer sent when the device is that far: what it is given to do from now on does not delay it."""
+        self._answer = Answer([*self._vectors, *others])
+
     def answer(self, others: Sequence[Tensor] = ()) -> tuple[list[float], list[Array]]:
         """All values in the order of asking, and other tensors of any shape and type: in one answer from the device.
+
+        Where it was sent for already, the other tensors are those that were named then.
 
         Example:
             >>> question = Question()
@@ -69,7 +76,10 @@ class Question:
             ([1.5], [array([[1, 0],
                    [0, 1]])])
         """
-        told = _arrays([*self._vectors, *others])
+        if self._answer is None:
+            self.send(others)
+        assert self._answer is not None
+        told = self._answer.arrays()
         found, asked = [0.0] * len(self._places), len(self._vectors)
         values = chain.from_iterable(array.tolist() for array in told[:asked])
         for place, value in zip(self._places, values, strict=True):
@@ -77,24 +87,40 @@ class Question:
         return found, told[asked:]
 
 
-def _arrays(tensors: Sequence[Tensor]) -> list[Array]:
-    """Tensors as arrays of the host, in one answer from the device: as bytes where types differ, of which none is converted."""
-    if not tensors:
-        return []
-    values = [v.float() if v.dtype is torch.bfloat16 else v for v in tensors]  # which numpy lacks
-    where = next((v.device for v in values if not v.is_cpu), values[0].device)  # what is the host's goes along
-    mixed = len({v.dtype for v in values}) > 1
-    # The widest first, so that each begins at a multiple of its width.
-    order = sorted(range(len(values)), key=lambda i: -values[i].element_size()) if mixed else range(len(values))
-    flat = [v if v.dim() == 1 else v.reshape(-1) for v in (values[i].to(where) for i in order)]
-    flat = [v.contiguous().view(torch.uint8) for v in flat] if mixed else flat
-    whole = (flat[0] if len(flat) == 1 else torch.cat(flat)).detach().cpu().numpy()
-    found, begin = [whole] * len(values), 0
-    for i, part in zip(order, flat, strict=True):
-        piece = whole[begin : begin + len(part)]
-        begin += len(part)
-        found[i] = (piece.view(_kind(values[i].dtype)) if mixed else piece).reshape(values[i].shape)
-    return found
+class Answer:
+    """Tensors on their way to the host, in one piece: as bytes where types differ, of which none is converted."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        values = [v.float() if v.dtype is torch.bfloat16 else v for v in tensors]  # which numpy lacks
+        where = next((v.device for v in values if not v.is_cpu), torch.device("cpu"))  # what is the host's goes along
+        self._mixed = len({v.dtype for v in values}) > 1
+        # The widest first, so that each begins at a multiple of its width.
+        widths = [-v.element_size() for v in values]
+        self._order = sorted(range(len(values)), key=widths.__getitem__) if self._mixed else range(len(values))
+        flat = [v if v.dim() == 1 else v.reshape(-1) for v in (values[i].to(where) for i in self._order)]
+        flat = [v.contiguous().view(torch.uint8) for v in flat] if self._mixed else flat
+        self._facts = [(v.dtype, v.shape) for v in values]
+        self._lengths = [len(v) for v in flat]
+        whole = flat[0] if len(flat) == 1 else torch.cat(flat) if flat else torch.empty(0)
+        self._whole, self._there = whole.detach(), None
+        if whole.is_cuda:  # a copy to pinned memory is the device's own business, of which it tells when it is there
+            self._whole = torch.empty(whole.shape, dtype=whole.dtype, pin_memory=True)
+            self._whole.copy_(whole.detach(), non_blocking=True)
+            self._there = torch.cuda.Event()
+            self._there.record()
+
+    def arrays(self) -> list[Array]:
+        """The tensors as arrays of the host, for which it waits."""
+        if self._there is not None:
+            self._there.synchronize()
+        whole = self._whole.numpy()
+        found, begin = [whole] * len(self._facts), 0
+        for i, length in zip(self._order, self._lengths, strict=True):
+            dtype, shape = self._facts[i]
+            piece = whole[begin : begin + length]
+            begin += length
+            found[i] = (piece.view(_kind(dtype)) if self._mixed else piece).reshape(shape)
+        return found
 
 
 @cache

@@ -232,8 +232,12 @@ class Finite:
         self._counts += [1] * len(known)
         self._question.ask(known)
 
+    def send(self, others: Sequence[Tensor]) -> None:
+        """Has the answer sent, with other tensors, when the device is that far."""
+        self._question.send(others)
+
     def answer(self, others: Sequence[Tensor] = ()) -> tuple[list[bool], list[transfer.Array]]:
-        """For each tree in the order of asking whether it is finite, and other tensors of any shape, on the host."""
+        """For each tree in the order of asking whether it is finite, and other tensors of any shape (those it was sent with), on the host."""
         found, arrays = self._question.answer(others)
         told = iter(found)
         return [all(list(map(math.isfinite, islice(told, count)))) for count in self._counts], arrays

@@ -64,10 +64,24 @@ def test_uploaded_weights_are_read_at_once(monkeypatch: pytest.MonkeyPatch) -> N
             return plain(self, *args)
 
         monkeypatch.setattr(torch.Tensor, name, ask)
+    answer = transfer.Answer.arrays
+    monkeypatch.setattr(transfer.Answer, "arrays", lambda self: asked.append("answer") or answer(self))
     shapes = [(), (1,), ()]
     messages = [{"q": {"weight": torch.full(s, float(i))}} for i, s in enumerate(shapes, 1)]
     assert mean("q").weights(messages, [1, 1, 1]) == [1 / 6, 2 / 6, 3 / 6]
-    assert asked == ["cpu"]
+    assert asked == ["answer"]
+
+
+def test_an_answer_that_is_sent_for_is_that_of_then() -> None:
+    """What is asked for is read as it was when it was sent for, not as it has become."""
+    question, value = transfer.Question(), torch.tensor([1.0, 2.0])
+    question.ask([value.sum()])
+    question.send([value * 2, torch.arange(3)])
+    value.zero_()
+    values, told = question.answer()
+    assert values == [3.0]
+    assert [array.tolist() for array in told] == [[2.0, 4.0], [0, 1, 2]]
+    assert transfer.Question().answer() == ([], [])
 
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.float16, torch.int64, torch.bool])

@@ -6,6 +6,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -83,11 +84,48 @@ def test_few_operations_stand_between_the_answer_and_the_next_step(
 
 def test_the_similarities_of_fedaims_come_with_the_one_answer_of_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the host has of clients' bodies, by which it groups them, and what it reports, it need not ask for."""
-    monkeypatch.setattr(block_sampling, "cosines", lambda vectors, known: np.eye(len(vectors)))
+    monkeypatch.setattr(block_sampling, "cosines", lambda products: np.eye(len(products)))
     rounds, after = questions_of_rounds(monkeypatch, lambda value: value.shape == (4,))
     model = fl.models.mlp(6, 3, hidden=(8, 8, 8))
     fit("fedaims", model, DATA, engine=VectorisedEngine(step="graphed"), **OPTIONS, callbacks=[after])
-    assert rounds[1:5] == [["cpu"]] * 4
+    assert rounds[1:5] == [["answer"]] * 4
+
+
+def test_fedaims_compares_clients_before_the_answer_as_far_as_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a round's clients only those are read after the answer to the round before who took part in that one."""
+    read, outcome, dispatch = block_sampling._of_numpy, server.Sorting.outcome, server.dispatch
+    late, rounds = list[torch.Tensor](), list[tuple[int, set[str]]]()
+
+    def noted(vector: torch.Tensor) -> np.ndarray:
+        late.append(vector)
+        return read(vector)
+
+    def answered(self: server.Sorting, round: int) -> server.Outcome:
+        told = outcome(self, round)
+        late.clear()
+        return told
+
+    def sent(*args: Any) -> Any:
+        made = dispatch(*args)
+        rounds.append((len(late), set(args[2].ids)))
+        return made
+
+    monkeypatch.setattr(block_sampling, "_of_numpy", noted)
+    monkeypatch.setattr(server.Sorting, "outcome", answered)
+    monkeypatch.setattr(server, "dispatch", sent)
+    model, options = fl.models.mlp(6, 3, hidden=(8, 8, 8)), {**OPTIONS, "rounds": 9, "cohort": 3}
+    fit("fedaims", model, DATA, engine=VectorisedEngine(step="graphed"), **options)
+    pairs = list(pairwise(rounds[:9]))
+    assert [count for _, (count, _) in pairs] == [len(before & ids) for (_, before), (_, ids) in pairs]
+
+
+@pytest.mark.parametrize("arguments", ["", "(period=2)", "(similarity='delta')"])
+def test_what_fedaims_foresees_changes_no_number(arguments: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, options = fl.models.mlp(6, 3, hidden=(8, 8, 8)), {**OPTIONS, "rounds": 9, "cohort": 3}
+    ahead = fit(f"fedaims{arguments}", model, DATA, engine=VectorisedEngine(step="graphed"), **options)
+    monkeypatch.setattr(server, "foresee", lambda *args: None)
+    plain = fit(f"fedaims{arguments}", model, DATA, engine=VectorisedEngine(step="graphed"), **options)
+    assert gap(everything(ahead), everything(plain)) == 0
 
 
 @pytest.mark.parametrize("method", ["fedavg + lag(k=1)", "fedavg + isr + lag(k=1, score='variance')"])
@@ -104,7 +142,7 @@ def test_the_scores_of_lag_come_with_the_one_answer_of_a_round(method: str, monk
     monkeypatch.setattr(module, "_common", remembered)
     rounds, after = questions_of_rounds(monkeypatch, lambda value: id(value) in own)
     fit(method, bn_mlp(), DATA, engine=VectorisedEngine(step="graphed"), **OPTIONS, callbacks=[after])
-    assert rounds[1:5] == [["cpu"]] * 4
+    assert rounds[1:5] == [["answer"]] * 4
 
 
 @pytest.mark.parametrize("method", ["fedavg", "fedavg + lag(k=1)"])

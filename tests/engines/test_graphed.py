@@ -100,7 +100,7 @@ def test_a_round_waits_for_the_device_once(method: str, monkeypatch: pytest.Monk
     rounds, after = questions_of_rounds(monkeypatch)
     options = {"cohort": 4, "epochs": 1, "batch_size": 64, "evaluate": {"every": 0}, "callbacks": [after]}
     fit(method, bn_mlp(), DATA, engine=VectorisedEngine(step="graphed"), rounds=4, **options)
-    assert rounds[1:3] == [["cpu"]] * 2
+    assert rounds[1:3] == [["answer"]] * 2
 
 
 def test_a_phase_that_cannot_be_captured_goes_on_mapped() -> None:

@@ -317,8 +317,40 @@ def test_a_tensor_that_clients_own_and_share_has_two_addresses() -> None:
     """In the next sweep that lies alike, what they own may be another one."""
     one = torch.ones(3).expand(4, 3)
     bound = run_of(fit("fedavg", rounds=1)).bound
-    values = ({"w": one}, {"memory": one}, {"received": one})
-    ground = sweeping.Ground(values, {}, bound, lambda path: path[-1] == "memory")
+    values = ({"received": one}, {"w": one}, {"memory": one})
+    ground = sweeping.Ground(values, {}, bound, [False, False, True])
     assert ground.leaves["w"] is ground.common["received"]
     assert ground.private["memory"].data_ptr() != ground.leaves["w"].data_ptr()
     assert ground.private["memory"].stride() == (3, 1)
+
+
+def test_tensors_are_one_where_one_is_the_other_repeated() -> None:
+    """Along whichever axes, in whichever order they come; not where shapes, strides or types of the same bytes differ."""
+    one = torch.arange(6.0).reshape(2, 3)
+    between, behind = one[:, None].expand(2, 4, 3), one[..., None].expand(2, 3, 5)
+    same = [one, one.expand(7, 2, 3), between, behind, one.view(2, 3)]
+    others = [one.t(), one.view(6), one.view(torch.int32), one[1:], torch.zeros(1).expand(1)]
+    for values, axes in ((same, [(), (0,), (1,), (2,), ()]), (same[::-1], [(), (2,), (1,), (0,), ()])):
+        places, found = sweeping.distinct([*values, *others], [False] * 10)
+        assert places == [*((0, dims) for dims in axes), *((place, ()) for place in range(1, 6))]
+        assert found == [(at, ()) for at in (0, 5, 6, 7, 8, 9)]
+    assert all(torch.equal(sweeping.once_of(v, dims), one) for v, dims in zip(values, axes, strict=True))
+    places, found = sweeping.distinct([*same, one], [True] * 6)
+    assert places == [(0, ()), (1, ()), (2, ()), (3, ()), (4, ()), (0, ())]
+    assert found == [(at, ()) for at in range(5)]
+
+
+def test_what_lies_otherwise_has_another_name() -> None:
+    """A leaf of all clients, of each its own, or of others: a graph of one serves none of the others."""
+    one, own, twin = torch.ones(3), torch.ones(4, 3), torch.ones(3)
+    lists = [[one, one.expand(4, 3)], [one, own], [one, twin.expand(4, 3)], [one, one.expand(5, 3)], [one, one]]
+    shared = [sweeping.lying(values, [False, False]) for values in lists]
+    assert len(set(shared)) == 5
+    assert sweeping.lying([twin, twin.expand(4, 3)], [False, False]) == shared[0]
+    mine = [sweeping.lying(values, [False, True]) for values in lists]
+    assert mine[0] == mine[1] == mine[2]  # four clients' own, whether or not they have the same
+    assert len({*shared, *mine}) == 8
+    both = [sweeping.lying(values, [True, True]) for values in ([own, own], [own, own.clone()])]
+    assert both[0] != both[1]
+    halves = [sweeping.lying([value], [theirs]) for value in (own, own.half(), own.t()) for theirs in (False, True)]
+    assert len(set(halves)) == 6

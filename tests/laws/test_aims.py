@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 import fedloom as fl
 from fedloom.aggregators import similarity
-from fedloom.aggregators.similarity import cosines, dealt_groups, likeness, project, unlike_groups
+from fedloom.aggregators.block_sampling import Alike
+from fedloom.aggregators.similarity import CHUNK, dealt_groups, likeness, project, unlike_groups
 from fedloom.engines.vectorised import VectorisedEngine, waves
 from fedloom.network import build
 from fedloom.optim import Optimizer
@@ -104,8 +105,40 @@ def test_nothing_known_deals_in_turn() -> None:
 
 
 def test_unknown_clients_are_similar_to_none() -> None:
-    s = cosines(np.array([[1.0, 0.0], [1.0, 0.0], [1.0, 1.0]]), np.array([True, False, True]))
+    s = Alike().of([torch.tensor([1.0, 0.0]), None, torch.tensor([1.0, 1.0])])
     assert s.tolist() == [[1.0, 0.0, 0.7071067812], [0.0, 0.0, 0.0], [0.7071067812, 0.0, 1.0]]
+
+
+def test_remembered_similarities_are_those_of_the_vectors_of_now() -> None:
+    """Vectors come, go, change and stay, and cohorts change their size; a tensor that is another one is read anew."""
+    draw, alike = np.random.default_rng(3), Alike()
+    pool = [torch.from_numpy(draw.normal(size=40)).to(torch.float32) for _ in range(8)]
+    some: list[torch.Tensor | None] = [None] * 5
+    for turn in range(60):
+        for i in draw.integers(0, len(some), turn % 4):
+            some[i] = None if draw.random() < 0.2 else pool[draw.integers(8)]
+        some = [None] * draw.integers(1, 7) if turn % 20 == 19 else some
+        found = alike.of(some)
+        assert np.array_equal(found, Alike().of(some))
+        blank = torch.zeros(40)
+        rows = torch.stack([blank if v is None else v for v in some]).double().numpy()
+        np.testing.assert_allclose(found, likeness(rows), atol=1.1e-10)
+
+
+def test_vectors_of_all_types_and_lengths_are_compared() -> None:
+    alike = Alike()
+    for kind in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
+        for width in (2, 3):
+            vectors = [torch.tensor([3.0, *[4.0] * (width - 1)], dtype=kind), torch.tensor([1.0] * width, dtype=kind)]
+            expected = torch.cosine_similarity(*(v.double() for v in vectors), dim=0)
+            assert alike.of(vectors)[0, 1] == round(float(expected), 10)
+
+
+def test_the_vectors_of_a_whole_population_are_not_held() -> None:
+    alike, vector = Alike(), torch.ones(CHUNK // 4)
+    assert alike.of([vector] * 5).tolist() == np.ones((5, 5)).tolist()
+    assert alike._rows.size == 0
+    assert alike.of([vector] * 3).tolist() == np.ones((3, 3)).tolist()
 
 
 def test_likeness_is_the_same_for_arrays_and_tensors() -> None:
@@ -122,7 +155,7 @@ def test_projection_keeps_cosines() -> None:
     draw = torch.Generator().manual_seed(0)
     base = torch.randn(30000, generator=draw, dtype=torch.float64)
     bodies = {"w": torch.stack([base + 0.5 * torch.randn(30000, generator=draw) for _ in range(4)])}
-    exact, short = (cosines(v.numpy(), np.ones(4, bool)) for v in (bodies["w"], project(bodies, 0)))
+    exact, short = (likeness(v.numpy()) for v in (bodies["w"], project(bodies, 0)))
     assert project(bodies, 0).shape == (4, 4096)
     assert np.abs(exact - short).max() < 0.03
     assert torch.equal(project(bodies, 0), project(bodies, 0))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Literal
@@ -10,8 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedloom import rng, tree
+from fedloom import rng
 from fedloom.aggregators.similarity import (
+    CHUNK,
     at_once,
     coordinates,
     cosines,
@@ -59,7 +61,7 @@ def sampled(
     Reference: FedAIMS, section 4.3 and Algorithm 2.
     """
     clustering = assign == "cluster"
-    drawn = lru_cache(maxsize=1)(coordinates)
+    drawn, alike = lru_cache(maxsize=1)(coordinates), Alike()
 
     def give(memory: Leaves, cohort: Cohort) -> Prepared:
         groups = len(places(cohort.structure))
@@ -71,7 +73,8 @@ def sampled(
         else:
             if clustering:
                 memory = _named(_of_the_host(memory), cohort.order)
-                parts = unlike_groups(_similarity(memory, cohort, LATEST if period == 1 else USED), groups)
+                kept = LATEST if period == 1 else USED
+                parts = unlike_groups(alike.of([memory.get(f"{kept}{name}") for name in cohort.ids]), groups)
             else:
                 draw = rng.stream(cohort.seed, "sample", "blocks", cohort.round)
                 parts = dealt_groups(draw.permutation(len(cohort)).tolist(), groups)
@@ -92,8 +95,8 @@ def sampled(
     def keep(memory: Leaves, told: Mapping[str, Array], cohort: Cohort) -> Leaves:
         kind = memory["facts"].dtype
         # Copied one by one: a view would keep those of the whole cohort for as long as one is kept.
-        each = tree.copies(torch.from_numpy(told["vectors"]).to(kind).unbind())
-        made = dict(zip([f"{LATEST}{name}" for name in cohort.ids], each, strict=True))
+        rows = zip(cohort.ids, told["vectors"], strict=True)
+        made = {f"{LATEST}{name}": torch.from_numpy(row.copy()).to(kind) for name, row in rows}
         if period > 1 and cohort.round % period == 0:
             made |= {USED + k.removeprefix(LATEST): v for k, v in (memory | made).items() if k.startswith(LATEST)}
         facts = [float(told["apart"]), *_spread(told["likeness"])]
@@ -117,7 +120,7 @@ def sampled(
     keeping = (ServerStage(owner=OWNER, fn=learn, memory=blank, decide=keep, report=report),)
     return method.adding(
         stages=(stage,) if clustering else (),
-        prepare=(Prepare(owner=OWNER, fn=give, told="block"),),
+        prepare=(Prepare(owner=OWNER, fn=give, told="block", ahead=clustering),),
         server=keeping if clustering else (),
     )
 
@@ -127,16 +130,55 @@ def block_of(seen: Seen) -> Tensor:
     return seen.addressed[OWNER]["block"]
 
 
-def _similarity(memory: Leaves, cohort: Cohort, kept: str) -> np.ndarray:
-    """Pairwise similarity of the cohort's clients by the vectors that are kept; 0 for clients that are not known."""
-    vectors = [memory.get(f"{kept}{name}") for name in cohort.ids]
-    some = next((v for v in vectors if v is not None), None)
-    if some is None:
-        return np.zeros((len(cohort), len(cohort)))
-    # By numpy, which has no type of 16 bits that torch calls bfloat: torch would wake all its threads for vectors as short as these.
-    kind = torch.float32 if some.dtype is torch.bfloat16 else some.dtype
-    blank, known = torch.zeros_like(some), np.array([v is not None for v in vectors])
-    return cosines(np.stack([(blank if v is None else v).to(kind).numpy() for v in vectors]), known)
+class Alike:
+    """Pairwise similarity of clients by their vectors, 0 for clients that have none.
+
+    Inner products are remembered: those of clients that come again with the very same tensors are not made anew. Runs in several threads may
+    share it.
+    """
+
+    def __init__(self) -> None:
+        self._one_at_a_time = threading.Lock()
+        self._begin(0, 0)
+
+    def _begin(self, clients: int, width: int) -> None:
+        """Nobody is known."""
+        self._held: list[Tensor | None] = [None] * clients
+        self._rows = np.zeros((clients, width))
+        self._products = self._found = np.zeros((clients, clients))
+
+    def of(self, vectors: Sequence[Tensor | None]) -> np.ndarray:
+        """The similarities (clients x clients), which the caller leaves as they are."""
+        with self._one_at_a_time:
+            return self._of(vectors)
+
+    def _of(self, vectors: Sequence[Tensor | None]) -> np.ndarray:
+        width = next((len(v) for v in vectors if v is not None), 0)
+        if self._rows.shape != (len(vectors), width):
+            self._begin(len(vectors), width)
+        new = [i for i, (here, held) in enumerate(zip(vectors, self._held, strict=True)) if here is not held]
+        if new:
+            self._held = list(vectors)
+            self._learn(new)
+        found = self._found
+        if self._rows.size > CHUNK:  # of a whole population: too much to be kept until it comes again
+            self._begin(0, 0)
+        return found
+
+    def _learn(self, new: Sequence[int]) -> None:
+        """Similarities with the vectors of some clients as they are now."""
+        rows, products = self._rows, self._products
+        for i in new:
+            own = self._held[i]
+            rows[i] = 0.0 if own is None else _of_numpy(own)
+        products[new] = rows[new] @ rows.T
+        products[:, new] = products[new].T
+        self._found = cosines(products)
+
+
+def _of_numpy(vector: Tensor) -> np.ndarray:
+    """A vector as numpy has it, which lacks bfloat16: torch would wake all its threads for ones as short as these."""
+    return (vector.float() if vector.dtype is torch.bfloat16 else vector).numpy()
 
 
 def _of_the_host(memory: Leaves) -> Leaves:
@@ -175,7 +217,10 @@ def _body(structure: Structure) -> tuple[str, ...]:
 def _spread(similarity: np.ndarray) -> tuple[float, float, float]:
     """The least, mean and largest similarity of two clients; zeros where there is one only."""
     pairs = similarity[_above(len(similarity))].round(10)
-    return (float(pairs.min()), float(pairs.mean()), float(pairs.max())) if pairs.size else (0.0, 0.0, 0.0)
+    if not pairs.size:
+        return (0.0, 0.0, 0.0)
+    least, total, most = (float(of.reduce(pairs)) for of in (np.minimum, np.add, np.maximum))
+    return least, total / pairs.size, most
 
 
 @lru_cache(maxsize=4)

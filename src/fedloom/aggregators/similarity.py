@@ -137,15 +137,18 @@ def _pieces(stacked: Mapping[str, Tensor]) -> tuple[int, int]:
     return clients, max(1, CHUNK // clients)
 
 
-def cosines(vectors: np.ndarray, known: np.ndarray) -> np.ndarray:
-    """``s_ij = cos(v_i, v_j)`` in float64, rounded to 10 digits; 0 where one of the two is not known."""
-    found = likeness(vectors.astype(np.float64, copy=False)).round(10)
-    return found if known.all() else np.where(known[:, None] & known, found, 0.0)
+def cosines(products: np.ndarray) -> np.ndarray:
+    """``s_ij = cos(v_i, v_j)`` from inner products in float64, rounded to 10 digits."""
+    return scaled(products).round(10)
 
 
 def likeness(vectors: Numbers) -> Numbers:
-    """As :func:`cosines` where all are known, of arrays or of tensors on any device, and not rounded; a zero vector is like no other."""
-    products = vectors @ vectors.T
+    """As :func:`cosines`, from vectors, arrays or tensors on any device, and not rounded."""
+    return scaled(vectors @ vectors.T)
+
+
+def scaled(products: Numbers) -> Numbers:
+    """Inner products of vectors by their lengths; a zero vector is like no other."""
     length = (products.diagonal() ** 0.5).clip(min=1e-300)
     found: Numbers = (products / length[:, None] / length).clip(-1, 1)
     return found
@@ -168,12 +171,17 @@ def unlike_groups(similarity: np.ndarray, groups: int) -> list[list[int]]:
     """
     found: list[list[int]] = [[i] for i in range(min(groups, len(similarity)))]  # each the first of an empty group
     found += [[] for _ in range(groups - len(found))]
+    smallest: list[list[int]] = []
     for i, row in enumerate(similarity[groups:].tolist(), start=groups):
-        least = min(map(len, found))
-        smallest = [g for g in found if len(g) == least]
-        costs = [round(math.fsum([row[j] for j in g]) / least, 10) for g in smallest]
-        smallest[costs.index(min(costs))].append(i)
+        smallest = smallest or list(found)  # all are of one size again
+        costs = [_mean(row, g) for g in smallest] if len(smallest) > 1 else [0.0]
+        smallest.pop(costs.index(min(costs))).append(i)
     return sorted(found, key=len)
+
+
+def _mean(row: Sequence[float], places: Sequence[int]) -> float:
+    """The mean of some numbers of a row, rounded to 10 digits."""
+    return round(math.fsum([row[j] for j in places]) / len(places), 10)
 
 
 def dealt_groups(order: Sequence[int], groups: int) -> list[list[int]]:

@@ -17,7 +17,15 @@ from fedloom.kernels.fusions import (
     opened,
     opened_summed,
 )
-from fedloom.kernels.products import gradients, half_squares, half_squares_of_all, inner_products, linear, squared_length
+from fedloom.kernels.products import (
+    completed,
+    half_squares,
+    half_squares_of_all,
+    inner_products,
+    linear,
+    put_off,
+    squared_length,
+)
 from fedloom.kernels.rows import class_distances, masked_mean
 
 __all__ = [
@@ -30,12 +38,12 @@ __all__ = [
     "chained_summed",
     "class_distances",
     "classified",
+    "completed",
     "convolved",
     "cross_entropies",
     "drawn",
     "filtered",
     "folded",
-    "gradients",
     "half_squares",
     "half_squares_of_all",
     "inner_products",
@@ -46,6 +54,7 @@ __all__ = [
     "opened",
     "opened_summed",
     "pooled",
+    "put_off",
     "serves",
     "shortened",
     "squared_length",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -99,19 +100,23 @@ class Pull(NamedTuple):
 _put_off: list[Pull] | None = None
 
 
-def gradients(value: Tensor, leaves: Sequence[Tensor], *, fill: bool) -> list[Tensor | None]:
-    """The gradient of a value with respect to leaves of a cohort; None where it does not reach one, or with ``fill`` zeros.
-
-    What :func:`inner_products` and :func:`half_squares` of large leaves add to it is added last.
-    """
+@contextmanager
+def put_off() -> Iterator[list[Pull]]:
+    """Inside, what :func:`inner_products` and :func:`half_squares` add to the gradient of large leaves is put off: for :func:`completed`."""
     global _put_off
-    _put_off = waiting = []
+    _put_off = waiting = list[Pull]()
     try:
-        found = list(torch.autograd.grad(value, leaves, allow_unused=True, materialize_grads=fill))
+        yield waiting
     finally:
         _put_off = None
-    places = {id(leaf): i for i, leaf in enumerate(leaves)}
-    for pull in waiting:
+
+
+def completed(
+    gradients: Sequence[Tensor | None], leaves: Sequence[Tensor], pulls: Sequence[Pull]
+) -> list[Tensor | None]:
+    """The gradients of leaves with what was put off."""
+    found, places = list(gradients), {id(leaf): i for i, leaf in enumerate(leaves)}
+    for pull in pulls:
         if id(pull.leaf) in places:
             place = places[id(pull.leaf)]
             found[place] = pull.onto(found[place])

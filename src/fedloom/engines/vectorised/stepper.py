@@ -166,7 +166,11 @@ class MappedStepper(Stepper):
         losses, self.carry = self.mapped(self.leaves, self.private, packed, self.carry, step)
         if not losses.requires_grad:
             return losses, None
-        return losses.detach(), kernels.gradients(losses.sum(), self.params, fill=bool(self.groups))
+        with kernels.put_off() as pulls:
+            found = torch.autograd.grad(
+                losses.sum(), self.params, allow_unused=True, materialize_grads=bool(self.groups)
+            )
+        return losses.detach(), kernels.completed(found, self.params, pulls)
 
     def mapped(
         self, leaves: Leaves, private: dict[str, Any], packed: dict[str, Any], carry: Memory, step: Tensor
