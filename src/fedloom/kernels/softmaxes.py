@@ -112,27 +112,26 @@ def _backward_paired(
     p = tl.program_id(1) * (2 * BQ) + tl.arange(0, 2 * BQ)
     inside = p < 2 * OUT
     slope = tl.load(d_entropy + row).to(WIDE) / cells
-    for first in range(0, channels, BC):
-        channel = first + tl.arange(0, BC)
-        known = channel < channels
-        window = (row * channels + channel[:, None]) * OUT + q[None, :]
-        there = known[:, None] & (q < OUT)[None, :]
-        arrived = tl.load(dy + window, mask=there, other=0.0).to(WIDE)
-        chosen = tl.load(place + window, mask=there, other=255)
-        level = tl.load(d_mean + row * channels + channel, mask=known, other=0.0).to(WIDE) / cells
-        both = known[:, None] & inside[None, :]
-        for r in tl.static_range(R):
-            spot = (p // W) * (R * W) + r * W + p % W
-            entropy = tl.load(value + row * cells + spot, mask=inside, other=0.0)
-            lse = tl.load(log_sum + row * cells + spot, mask=inside, other=0.0)
-            at = (row * channels + channel[:, None]) * cells + spot[None, :]
-            here = rectified(tl.load(z + at, mask=both, other=0.0).to(WIDE), SIX)
-            left = tl.where(chosen == 2 * r, arrived, 0.0)
-            right = tl.where(chosen == 2 * r + 1, arrived, 0.0)
-            made = _gradient(here, lse[None, :], entropy[None, :], slope, level[:, None])
-            made += tl.reshape(tl.join(left, right), (BC, 2 * BQ))
-            made = tl.where(shut(here, SIX), 0.0, made)
-            tl.store(dz + at, made.to(dz.dtype.element_ty), mask=both)
+    channel = tl.program_id(2) * BC + tl.arange(0, BC)
+    known = channel < channels
+    window = (row * channels + channel[:, None]) * OUT + q[None, :]
+    there = known[:, None] & (q < OUT)[None, :]
+    arrived = tl.load(dy + window, mask=there, other=0.0).to(WIDE)
+    chosen = tl.load(place + window, mask=there, other=255)
+    level = tl.load(d_mean + row * channels + channel, mask=known, other=0.0).to(WIDE) / cells
+    both = known[:, None] & inside[None, :]
+    for r in tl.static_range(R):
+        spot = (p // W) * (R * W) + r * W + p % W
+        entropy = tl.load(value + row * cells + spot, mask=inside, other=0.0)
+        lse = tl.load(log_sum + row * cells + spot, mask=inside, other=0.0)
+        at = (row * channels + channel[:, None]) * cells + spot[None, :]
+        here = rectified(tl.load(z + at, mask=both, other=0.0).to(WIDE), SIX)
+        left = tl.where(chosen == 2 * r, arrived, 0.0)
+        right = tl.where(chosen == 2 * r + 1, arrived, 0.0)
+        made = _gradient(here, lse[None, :], entropy[None, :], slope, level[:, None])
+        made += tl.reshape(tl.join(left, right), (BC, 2 * BQ))
+        made = tl.where(shut(here, SIX), 0.0, made)
+        tl.store(dz + at, made.to(dz.dtype.element_ty), mask=both)
 
 
 def _blocks(channels: int, cells: int, rows: int = 0) -> tuple[int, int]:
@@ -196,8 +195,8 @@ def summed_up_back(
     if window[1] == 2:
         area = out[0] * out[1]
         wide = min(PAIRED, triton.next_power_of_2(area))
-        tall = min(triton.next_power_of_2(channels), max(1, 1024 // wide))
-        _backward_paired[(rows, triton.cdiv(area, wide))](
+        tall = min(triton.next_power_of_2(channels), max(1, 512 // wide))
+        _backward_paired[(rows, triton.cdiv(area, wide), triton.cdiv(channels, tall))](
             *given, W=width, OUT=area, R=window[0], SIX=six, WIDE=kind, BC=tall, BQ=wide
         )  # fmt: skip
         return dz

@@ -40,17 +40,24 @@ class Stacks:
         for some in ([*lists, *turned], lists):
             if sum([len(each) * each[0].nbytes for each in some]) <= STACKED_BYTES:
                 # They are held, since they are told by their addresses.
-                self._ahead = {tuple(map(id, each)): (each, torch.stack(each)) for each in some}
+                self._ahead = {tuple(map(id, each)): (each, _stacked(each)) for each in some}
                 return
 
     def of(self, values: Sequence[Tensor]) -> Tensor:
         """The stack of some values, which is the caller's own."""
         found = self._ahead.pop(tuple(map(id, values)), None)
-        return torch.stack(list(values)) if found is None else found[1]
+        return _stacked(values) if found is None else found[1]
 
     def clear(self) -> None:
         """Forgets what was foreseen."""
         self._ahead = {}
+
+
+def _stacked(values: Sequence[Tensor]) -> Tensor:
+    """Values along a new axis 0; of one for all a copy for each, which is less for the host to name."""
+    if not same(values):
+        return torch.stack(list(values))
+    return values[0].expand(len(values), *values[0].shape).clone(memory_format=torch.contiguous_format)
 
 
 def same(values: Sequence[Tensor]) -> bool:
