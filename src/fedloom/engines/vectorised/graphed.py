@@ -1,10 +1,9 @@
 """Captured steps: on CUDA a whole step (gradient, optimiser, masks, projections) becomes one graph that is replayed.
 
-A graph reads and writes fixed addresses. An :class:`Arena` holds the tensors of one phase and one wave at such addresses: what
-clients have is copied in when a phase begins and out when it ends, and batches lie on a :class:`Shelf`, several steps of them. A
-wave that narrows uses the front of the same tensors, with a graph for each width that occurs. Learning rates, step counts and
-the number of the step are tensors, so that a graph serves every round and a step is nothing but a replay. On a CPU there is nothing to capture and the same code runs step by step, which is how it
-is tested.
+A graph reads and writes fixed addresses. An :class:`Arena` holds the tensors of one phase and one wave at such addresses: what clients have is copied in when a phase begins
+and out when it ends, and batches lie on a :class:`Shelf`, several steps of them. A wave that narrows uses the front of the same tensors, with a graph for each width that occurs.
+Learning rates, step counts and the number of the step are tensors, so that a graph serves every round and a step is nothing but a replay. On a CPU there is nothing to capture and
+the same code runs step by step, which is how it is tested.
 """
 
 from __future__ import annotations
@@ -26,6 +25,7 @@ from fedloom.engines.vectorised.feed import Pools, Tick
 from fedloom.engines.vectorised.shelves import Shelf, renewed
 from fedloom.engines.vectorised.stepper import Known, MappedStepper
 from fedloom.engines.vectorised.traced import common_of, watched
+from fedloom.kernels.rehearsals import rehearsed
 from fedloom.optim import OptState
 from fedloom.stepping import objective
 from fedloom.transfer import onto
@@ -103,8 +103,9 @@ class Arenas:
             touched: where client code notes which changing Python numbers it reads: these would be baked in.
             what: the name of it in a note.
         """
-        before = tree.copies(mutable)
-        cuda = mutable[0].is_cuda
+        before, cuda = tree.copies(mutable), mutable[0].is_cuda
+        if rehearsed(body, mutable[0]):  # its kernels are compiled side by side
+            tree.overwrite(mutable, before)
         try:
             if cuda:
                 # One stream for all trials: memory that is freed on a stream is of use to that stream alone.
@@ -243,8 +244,7 @@ class GraphedStepper(MappedStepper):
         shape = (id(shelf), tick.clients, tick.widths, tick.masked, active is None)
         made = self.arena.graphs.get(shape)
         if made is None:
-            replay = self._capture(self.arena, tick, shelf)
-            if replay is None:
+            if (replay := self._capture(self.arena, tick, shelf)) is None:
                 self._leave(False)
                 super().narrow(tick.clients)
                 self._mapped(active)
@@ -262,7 +262,9 @@ class GraphedStepper(MappedStepper):
             self.clients = len(self.desk.participants)
             if self.tick.clients != self.clients:
                 super().narrow(self.tick.clients)
-        super().step(self.feed.batch(self.tick), active)
+        batch = self.feed.batch(self.tick)
+        self.rehearse(batch)
+        super().step(batch, active)
         if self.groups:
             self.arenas.used[self.name] = self.known()
 

@@ -6,6 +6,7 @@ clients before them: slices along axis 0 are views, so that nothing is copied an
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any
@@ -20,6 +21,7 @@ from fedloom.client import Desk
 from fedloom.engines.vectorised.feed import Pools, Tick
 from fedloom.engines.vectorised.mapping import over_clients
 from fedloom.engines.vectorised.traced import Attached, Traces
+from fedloom.kernels.rehearsals import rehearsed
 from fedloom.optim import OptState
 from fedloom.stepping import Stepper
 from fedloom.types import EACH, Batch, Leaves, Memory
@@ -171,6 +173,14 @@ class MappedStepper(Stepper):
                 losses.sum(), self.params, allow_unused=True, materialize_grads=bool(self.groups)
             )
         return losses.detach(), kernels.completed(found, self.params, pulls)
+
+    def rehearse(self, batch: Batch) -> None:
+        """Has the kernels of the first step compiled, all at a time; nothing is kept of its gradients."""
+        if self.groups:
+            return
+        twin, specs = copy.copy(self), self.desk.bound.specs
+        twin.leaves = {n: v.clone() if specs[n].buffer else v for n, v in self.leaves.items()}
+        rehearsed(lambda: twin.gradients(batch.packed()), batch.y)
 
     def mapped(
         self, leaves: Leaves, private: dict[str, Any], packed: dict[str, Any], carry: Memory, step: Tensor
