@@ -151,9 +151,9 @@ def _open(
         tl.store(entropy + piece, tl.sum(tl.where(inside, found, 0.0), 0) / AREA)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["turns"])
 def _open_back(
-    x, d, place, y, made, value, log_sum, d_mean, d_entropy, d_mean_y, d_entropy_y, parts, batch, each,
+    x, d, place, y, made, value, log_sum, d_mean, d_entropy, d_mean_y, d_entropy_y, parts, batch, each, turns,
     C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, OH: tl.constexpr, OW: tl.constexpr, R: tl.constexpr,
     S: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr, DH: tl.constexpr,
     DW: tl.constexpr, N: tl.constexpr, HIGH: tl.constexpr, SIX: tl.constexpr, TAPS: tl.constexpr,
@@ -163,15 +163,16 @@ def _open_back(
     AREA: tl.constexpr = (OH // HIGH) * COLUMNS
     K: tl.constexpr = C * R * S
     CELLS: tl.constexpr = (2 * HIGH + TAPS - 1) * AREA
-    TURNS: tl.constexpr = (AREA + BQ - 1) // BQ
     client = tl.program_id(1).to(tl.int64)
     o = tl.arange(0, BO)
     k = tl.arange(0, BK)
     total = tl.zeros((BK, BO), tl.float32)
     first = tl.program_id(0) * each
-    for turn in range(first, tl.minimum(first + each, batch * TURNS)):
-        picture = client * batch + turn // TURNS
-        start = (turn % TURNS) * BQ
+    for turn in range(first, tl.minimum(first + each, batch * turns)):
+        picture = client * batch + turn // turns
+        # Of a number of turns that it knew, the compiler would compute places in 16 bits, two at a time, which ptxas 12.8 gets wrong.
+        start = (turn % turns) * BQ
+        tl.assume(start >= 0)
         p = 2 * start + tl.arange(0, 2 * BQ)
         filled = p < 2 * AREA
         both = (o < N)[:, None] & filled[None, :]
@@ -331,12 +332,12 @@ def opened_back(
     """
     clients, batch, outputs = d.shape[:3]
     tall, deep = max(16, triton.next_power_of_2(outputs)), max(16, triton.next_power_of_2(shape.inner + 1))
-    turns = batch * triton.cdiv(d.shape[3] * d.shape[4], BACK)
-    each = triton.cdiv(turns, max(1, PROGRAMS * _processors(x.device) // clients))
-    parts = x.new_empty(clients, triton.cdiv(turns, each), outputs, deep, dtype=torch.float32)
+    turns = triton.cdiv(d.shape[3] * d.shape[4], BACK)
+    each = triton.cdiv(batch * turns, max(1, PROGRAMS * _processors(x.device) // clients))
+    parts = x.new_empty(clients, triton.cdiv(batch * turns, each), outputs, deep, dtype=torch.float32)
     slopes = [*given, *[x] * (4 - len(given))]
     _open_back[(parts.shape[1], clients)](
-        x, d, place, either(y, x), *kept or [x] * 3, *slopes, parts, batch, each, **shape.sizes, N=outputs,
+        x, d, place, either(y, x), *kept or [x] * 3, *slopes, parts, batch, each, turns, **shape.sizes, N=outputs,
         HIGH=window[0], SIX=six, TAPS=len(given) // 2, BO=tall, BK=deep, BQ=BACK,
         **_crew(tall, 8 if given else 4, (4, 128)), num_stages=1,  # pipelines would copy four bytes at a time
     )  # fmt: skip
