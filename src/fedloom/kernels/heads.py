@@ -52,11 +52,7 @@ def _classify(
     client = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * R + tl.arange(0, R)
     k = tl.arange(0, K)
-    # All that is needed behind the product is asked for in front of it.
-    label = tl.load(y + client * by_y + i, mask=i < rows, other=0).to(tl.int64)
-    z = tl.zeros((R, K), WIDE) + tl.load(bias + client * by_b + k, mask=k < classes, other=0.0)[None, :].to(WIDE)
-    number = _number(mask + client * by_m, rows, MASKED, WIDE, M)
-    real = _present(mask + client * by_m, i, rows, MASKED, WIDE)
+    z = tl.zeros((R, K), WIDE)
     for first in range(0, width, B):
         c = first + tl.arange(0, B)
         own = (i < rows)[:, None] & (c < width)[None, :]
@@ -65,16 +61,20 @@ def _classify(
         w = tl.load(weight + client * by_w + k[None, :] * width + c[:, None], mask=own, other=0.0)
         z = tl.dot(here, w, z, input_precision="ieee", out_dtype=WIDE)
     there = (k < classes)[None, :]
+    z += tl.load(bias + client * by_b + k, mask=k < classes, other=0.0)[None, :]
     top = tl.max(tl.where(there, z, LOW), 1)
     lse = top + tl.log(tl.sum(tl.where(there, tl.exp(z - top[:, None]), 0.0), 1))
+    label = tl.load(y + client * by_y + i, mask=i < rows, other=0).to(tl.int64)
     hot = k[None, :] == label[:, None]
     loss = tl.where(label == unused, 0.0, lse - tl.sum(tl.where(hot & there, z, 0.0), 1))
-    total = (scale * tl.sum(real * loss, 0)).to(WIDE)
+    number = _number(mask + client * by_m, rows, MASKED, WIDE, M)
+    here = _present(mask + client * by_m, i, rows, MASKED, WIDE)
+    total = (scale * tl.sum(here * loss, 0)).to(WIDE)
     if EXTRA:
         e = tl.load(extra + client * by_e + i, mask=i < rows, other=0.0).to(WIDE)
-        total += (share * tl.sum(real * e, 0)).to(WIDE)
+        total += (share * tl.sum(here * e, 0)).to(WIDE)
     tl.store(parts + client * tl.num_programs(1) + tl.program_id(1), total / number)
-    slope = tl.where(label == unused, 0.0, real * (scale / number).to(WIDE))
+    slope = tl.where(label == unused, 0.0, here * (scale / number).to(WIDE))
     made = slope[:, None] * (tl.exp(z - lse[:, None]) - tl.where(hot, 1.0, 0.0))
     at = (client * rows + i[:, None]) * classes + k[None, :]
     tl.store(residual + at, made, mask=(i < rows)[:, None] & there)
