@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -154,6 +156,7 @@ def test_what_pulls_at_large_leaves_is_added_to_their_gradient_last(
     expected = torch.autograd.grad(total, x, allow_unused=True, materialize_grads=fill, retain_graph=True)
     assert not added
     with products.put_off() as pulls:
+        total = torch.vmap(value)(x, plus, minus).sum()
         rest = torch.autograd.grad(total, x, allow_unused=True, materialize_grads=fill)
     found = products.completed(rest, x, pulls)
     assert added.count(False) == (not fill)  # of the third leaf, which has no other gradient
@@ -162,6 +165,22 @@ def test_what_pulls_at_large_leaves_is_added_to_their_gradient_last(
         assert (a is None) == (b is None)
         assert a is None or torch.allclose(a, b, rtol=1e-12, atol=1e-12)
     assert torch.equal(products.completed(rest[2:3], x[2:3], pulls)[0], found[2])  # type: ignore[arg-type]
+
+
+@cuda
+def test_what_is_put_off_is_a_threads_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run in another thread has its gradients whole meanwhile."""
+    monkeypatch.setattr(products, "SHORT", 100)
+    x, plus, minus = (random(3, 12, 11) for _ in range(3))
+
+    def gradient() -> torch.Tensor:
+        value = torch.vmap(lambda *t: products.inner_products(*([one] for one in t)))(x, plus.detach(), minus.detach())
+        return torch.autograd.grad(value.sum(), x)[0]
+
+    with products.put_off() as pulls, ThreadPoolExecutor(1) as other:
+        found = other.submit(gradient).result()
+    assert not pulls
+    assert torch.allclose(found, plus - minus)
 
 
 @cuda

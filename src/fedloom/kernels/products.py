@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -97,18 +98,26 @@ class Pull(NamedTuple):
         return pulls.pulled_back(self.a, self.b, self.dy, self.dtype, self.leaf.dtype, flat).view(self.leaf.shape)
 
 
-_put_off: list[Pull] | None = None
+class _Waiting(threading.local):
+    """Where functions of this thread put their pulls off to; None for nowhere."""
+
+    pulls: list[Pull] | None = None
+
+
+_waiting = _Waiting()
 
 
 @contextmanager
 def put_off() -> Iterator[list[Pull]]:
-    """Inside, what :func:`inner_products` and :func:`half_squares` add to the gradient of large leaves is put off: for :func:`completed`."""
-    global _put_off
-    _put_off = waiting = list[Pull]()
+    """Of :func:`inner_products` and :func:`half_squares` that are made inside, what they add to the gradient of large leaves is put off.
+
+    The gradient is taken inside too, in whichever thread, and :func:`completed`.
+    """
+    before, _waiting.pulls = _waiting.pulls, list[Pull]()
     try:
-        yield waiting
+        yield _waiting.pulls
     finally:
-        _put_off = None
+        _waiting.pulls = before
 
 
 def completed(
@@ -254,6 +263,7 @@ class _CohortPull(torch.autograd.Function):
         lists = [[_joined([own[i] for i in group]) for group in ctx.groups] for own in given]
         a, b = lists[-2:]
         ctx.save_for_backward(*a, *b)
+        ctx.waiting = _waiting.pulls
         ctx.leaves = {i: tensors[i] for (i, *more) in ctx.groups if not more and tensors[i].is_leaf}
         return pulls.pulled(a, b, lists[0] if len(lists) == 3 else None, ctx.wide).to(dtype)
 
@@ -264,8 +274,8 @@ class _CohortPull(torch.autograd.Function):
         made: list[Tensor | None] = [None] * ctx.given
         a, b = ctx.saved_tensors[: len(ctx.groups)], ctx.saved_tensors[len(ctx.groups) :]
         for group, plus, minus in zip(ctx.groups, a, b, strict=True):
-            if _put_off is not None and group[0] in ctx.leaves:
-                _put_off.append(Pull(ctx.leaves[group[0]], plus, minus, dy, ctx.wide))
+            if ctx.waiting is not None and group[0] in ctx.leaves:
+                ctx.waiting.append(Pull(ctx.leaves[group[0]], plus, minus, dy, ctx.wide))
                 continue
             slope = pulls.pulled_back(plus, minus, dy, ctx.wide, ctx.kind)
             widths = [ctx.shapes[i][1:].numel() for i in group]

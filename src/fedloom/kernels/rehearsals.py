@@ -10,18 +10,20 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from fedloom.kernels.cohort import INTERPRETED, present
 
 THREADS = 16
 """Most kernels that are compiled at a time."""
+_one_at_a_time = threading.Lock()
 
 
 def rehearsed(go: Callable[[], object], there: Tensor) -> bool:
@@ -41,7 +43,11 @@ def rehearsed(go: Callable[[], object], there: Tensor) -> bool:
         from triton.runtime.jit import JITFunction
     except ImportError:  # an older Triton
         return False
-    with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as pool:
+    if not _one_at_a_time.acquire(blocking=False):  # of several runs in threads
+        return False
+    with contextlib.ExitStack() as stack:
+        stack.callback(_one_at_a_time.release)
+        pool = stack.enter_context(ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)))
         mode = AsyncCompileMode(pool, ignore_errors=True)
         with contextlib.suppress(Exception), mode, _not_run(JITFunction, active_mode, mode), _Zeros():
             go()
@@ -59,10 +65,12 @@ def _ready(kernel: Any, device: torch.device) -> None:
 
 @contextlib.contextmanager
 def _not_run(jit: Any, active: Any, mode: Any) -> Iterator[None]:
-    """Inside, launches begin a compilation, in whichever thread: autograd has threads of its own."""
+    """Inside, launches of the rehearsal begin a compilation, in whichever thread: autograd has threads of its own, which it tells its modes."""
     plain = jit.run
 
     def begun(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        if not any(isinstance(inside, _Zeros) for inside in _get_current_dispatch_mode_stack()):
+            return plain(self, *args, grid=grid, warmup=warmup, **options)
         before = active.set(mode)
         try:
             return plain(self, *args, grid=grid, warmup=True, **options)

@@ -165,13 +165,12 @@ class MappedStepper(Stepper):
         if trace is not None:
             losses, grads, self.carry = trace(packed, self.carry, step)
             return losses, grads
-        losses, self.carry = self.mapped(self.leaves, self.private, packed, self.carry, step)
-        if not losses.requires_grad:
-            return losses, None
         with kernels.put_off() as pulls:
-            found = torch.autograd.grad(
-                losses.sum(), self.params, allow_unused=True, materialize_grads=bool(self.groups)
-            )
+            losses, self.carry = self.mapped(self.leaves, self.private, packed, self.carry, step)
+            if not losses.requires_grad:
+                return losses, None
+            total, fill = losses.sum(), bool(self.groups)
+            found = torch.autograd.grad(total, self.params, allow_unused=True, materialize_grads=fill)
         return losses.detach(), kernels.completed(found, self.params, pulls)
 
     def rehearse(self, batch: Batch) -> None:
