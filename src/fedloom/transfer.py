@@ -102,12 +102,14 @@ class Answer:
         self._facts = [(v.dtype, v.shape) for v in values]
         self._lengths = [len(v) for v in flat]
         whole = flat[0] if len(flat) == 1 else torch.cat(flat) if flat else torch.empty(0)
-        self._whole, self._there = whole.detach(), None
+        self._there: torch.cuda.Event | None = None
         if whole.is_cuda:  # a copy to pinned memory is the device's own business, of which it tells when it is there
             self._whole = torch.empty(whole.shape, dtype=whole.dtype, pin_memory=True)
             self._whole.copy_(whole.detach(), non_blocking=True)
             self._there = torch.cuda.Event()
-            self._there.record()
+            self._there.record(torch.cuda.current_stream(whole.device))
+        else:
+            self._whole = whole.detach().to("cpu")
 
     def arrays(self) -> list[Array]:
         """The tensors as arrays of the host, for which it waits."""
