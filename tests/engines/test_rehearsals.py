@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import fedloom as fl
 from fedloom.engines.vectorised import VectorisedEngine, graphed, stepper
@@ -51,6 +51,29 @@ def test_nothing_is_kept_of_a_rehearsal(monkeypatch: pytest.MonkeyPatch) -> None
     for method, before in zip(methods, plain, strict=True):
         assert gap(before, run(method)) == 0
     assert len(times) >= 3 * len(methods), "the first step, and each shape that is captured"
+
+
+class InPlace(nn.Module):
+    """Changes its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x.mul_(0.5))
+
+
+def test_a_model_may_change_its_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run() -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        made = VectorisedEngine(step="graphed")
+        return everything(fit("fedavg", InPlace(), federation((24, 30)), engine=made, precision="fp32", rounds=3))
+
+    plain = run()
+    for module in (stepper, graphed):
+        monkeypatch.setattr(module, "rehearsed", lambda go, there: go() or True)
+    assert gap(plain, run()) == 0
 
 
 @gpu

@@ -49,7 +49,8 @@ def rehearsed(go: Callable[[], object], there: Tensor) -> bool:
         stack.callback(_one_at_a_time.release)
         pool = stack.enter_context(ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)))
         mode = AsyncCompileMode(pool, ignore_errors=True)
-        with contextlib.suppress(Exception), mode, _not_run(JITFunction, active_mode, mode), _Zeros():
+        quiet = torch.random.fork_rng(devices=[there.device])  # a model may draw noise of its own
+        with contextlib.suppress(Exception), quiet, mode, _not_run(JITFunction, active_mode, mode), _Zeros():
             go()
         kernels = [future.kernel for future in mode.future_kernels.values() if future.kernel is not None]
         # What starts a kernel is compiled too, when it is first asked for.

@@ -175,11 +175,12 @@ class MappedStepper(Stepper):
 
     def rehearse(self, batch: Batch) -> None:
         """Has the kernels of the first step compiled, all at a time; nothing is kept of its gradients."""
-        if self.groups:
+        if self.groups or self.made:
             return
         twin, specs = copy.copy(self), self.desk.bound.specs
         twin.leaves = {n: v.clone() if specs[n].buffer else v for n, v in self.leaves.items()}
-        rehearsed(lambda: twin.gradients(batch.packed()), batch.y)
+        # Copied: a model may change its input in place.
+        rehearsed(lambda: twin.gradients(pytree.tree_map(lambda t: t.clone(), batch.packed())), batch.y)
 
     def mapped(
         self, leaves: Leaves, private: dict[str, Any], packed: dict[str, Any], carry: Memory, step: Tensor
