@@ -1,4 +1,4 @@
-"""Layers that know about padding rows, take their noise from a counter, and know of cohorts on a GPU.
+"""Layers that know about padding rows, take their noise from a counter, and work under ``vmap``.
 
 Before a run, such layers of the user's model are turned into these by class (:mod:`fedloom.swaps`); names of leaves stay as
 they are. Outside of fedloom's forward pass they behave as the originals do.
@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from fedloom import kernels
+from fedloom import ops
 from fedloom.frames import Frame, current, uniform_like
-from fedloom.kernels.geometry import Steps
+from fedloom.ops import in_autocast_type, operator
 
 
 class _Dropout(nn.modules.dropout._DropoutNd):
@@ -54,24 +54,12 @@ class _MaskedBatchNorm(nn.modules.batchnorm._BatchNorm):
     def forward(self, input: Tensor) -> Tensor:
         frame = current()
         by_batch = self.training or self.running_mean is None
-        if frame is None or not by_batch:
-            return self._plain(input)
-        if input.dim() > 2 and _normalises(self, input, frame):
-            y, mean, var, count = kernels.normalised(input, frame.mask, self.weight, self.bias, self.eps)
-            if self.training and self.running_mean is not None:
-                self._track(mean, var, count)
-            return y
-        if frame.mask is None:
-            # One test row of a layer without running statistics: torch refuses, though there is nothing wrong with it.
-            alone = not self.training and input.numel() == input.shape[1]
-            return self._masked(input, input.new_ones(1)) if alone else self._plain(input)
-        self._check_input_dim(input)  # type: ignore[no-untyped-call]
-        return self._masked(input, frame.mask)
+        return self._plain(input) if frame is None or not by_batch else batch_normalised(self, input, frame)
 
     def _plain(self, x: Tensor) -> Tensor:
         """As torch computes it; short types in the leaves' own type, which torch does itself except under ``vmap``."""
         own = next((t.dtype for t in (self.weight, self.running_mean) if t is not None), x.dtype)
-        torchs = own == x.dtype or not kernels.mapped(x)
+        torchs = own == x.dtype or not ops.is_batched(x)
         return super().forward(x) if torchs else super().forward(x.to(own)).to(x.dtype)
 
     def _masked(self, x: Tensor, rows: Tensor) -> Tensor:
@@ -105,9 +93,15 @@ class _MaskedBatchNorm(nn.modules.batchnorm._BatchNorm):
         self.running_var.mul_(1 - rate).add_(rate * unbiased)
 
 
-def _normalises(norm: nn.modules.batchnorm._BatchNorm, x: Tensor, frame: Frame) -> bool:
-    """Whether a kernel serves a normalisation by batch, of which clients may share the weight."""
-    return kernels.serves(x, frame.mask, shared=[t for t in (norm.weight, norm.bias) if t is not None])
+@operator
+def batch_normalised(norm: _MaskedBatchNorm, x: Tensor, frame: Frame) -> Tensor:
+    """A batch normalised by the statistics of its real rows, which the layer keeps track of if it is trained."""
+    if frame.mask is None:
+        # One test row of a layer without running statistics: torch refuses, though there is nothing wrong with it.
+        alone = not norm.training and x.numel() == x.shape[1]
+        return norm._masked(x, x.new_ones(1)) if alone else norm._plain(x)
+    norm._check_input_dim(x)  # type: ignore[no-untyped-call]
+    return norm._masked(x, frame.mask)
 
 
 class MaskedBatchNorm1d(_MaskedBatchNorm, nn.BatchNorm1d):
@@ -137,51 +131,25 @@ class MappedEmbedding(nn.Embedding):
         return nn.functional.embedding(input, torch.where(padding, self.weight.detach(), self.weight))
 
 
+@operator
+def convolution(layer: nn.Conv2d, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """What a layer makes of x with this weight and bias."""
+    y: Tensor = layer._conv_forward(x, weight, bias)
+    return y
+
+
 class CohortConv2d(nn.Conv2d):
-    """``nn.Conv2d`` that computes a cohort on CUDA at once, where that pays."""
+    """``nn.Conv2d`` that computes a cohort at once where there is a kernel for it, and in the type of autocast under ``vmap`` too."""
 
     def forward(self, input: Tensor) -> Tensor:
-        x, weight, bias = kernels.shortened(input, self.weight, self.bias)
-        steps, y = self.steps(), None
-        if steps is not None and input.dim() == 4:
-            served = kernels.convolved if self.groups == 1 else kernels.filtered
-            y = served(x, weight, bias, *steps)
-        return self._conv_forward(x, weight, bias) if y is None else y
-
-    def steps(self) -> Steps | None:
-        """Stride, padding and dilation where kernels can serve; None for some groups and for borders that are not of zeros."""
-        whole = self.groups == 1 or self.groups == self.in_channels == self.out_channels
-        if not whole or self.padding_mode != "zeros" or isinstance(self.padding, str):
-            return None
-        (a, b), (c, d), (e, f) = self.stride, self.padding, self.dilation
-        return (int(a), int(b)), (int(c), int(d)), (int(e), int(f))
+        return convolution(self, *in_autocast_type(input, self.weight, self.bias))
 
 
 class CohortLinear(nn.Linear):
-    """``nn.Linear`` that computes a cohort on CUDA at once."""
+    """``nn.Linear``, likewise."""
 
     def forward(self, input: Tensor) -> Tensor:
-        return kernels.linear(input, self.weight, self.bias)
-
-
-class CohortMaxPool2d(nn.MaxPool2d):
-    """``nn.MaxPool2d`` with a kernel of its own for a cohort on CUDA, where windows do not overlap."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        window = self.window()
-        if window is not None and kernels.serves(input):
-            return kernels.pooled(input, window)
-        y: Tensor = super().forward(input)
-        return y
-
-    def window(self) -> tuple[int, int] | None:
-        """Height and width of the windows if a kernel serves them, which do not overlap then."""
-        size, stride, padding, dilation = (
-            (v, v) if isinstance(v, int) else (v[0], v[1])
-            for v in (self.kernel_size, self.stride, self.padding, self.dilation)
-        )
-        plain = size == stride and padding == (0, 0) and dilation == (1, 1) and not self.ceil_mode
-        return size if plain and not self.return_indices and max(size) <= 8 else None
+        return ops.linear(input, self.weight, self.bias)
 
 
 def is_norm(module: nn.Module) -> bool:

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedloom import frames, layers, orders, overwrites, rng, swaps, tree
+from fedloom import frames, layers, orders, rng, swaps
 from fedloom.errors import UserError
+from fedloom.ops import dispatch
 from fedloom.structure import Call, LeafInfo, Structure
 from fedloom.types import Inputs, Leaves
 
@@ -33,7 +34,6 @@ class Network:
     _head: nn.Module | None = None
     _mode: tuple[bool, frozenset[str]] | None = None
     _hooked: set[str] = field(default_factory=set)
-    _lasting: frozenset[str] = frozenset()
 
     def __call__(
         self,
@@ -69,13 +69,12 @@ class Network:
         """Makes the outputs of these modules available to frames (``"z"``: the head's input)."""
         modules = dict(self.module.named_modules())
         for name in sorted(names - self._hooked):
-            last = name in self._lasting
             if name == "z":
                 if self._head is None:
                     raise UserError("the method needs the head's input, but no head was found; name it with head='...'")
-                self._head.register_forward_pre_hook(_at_head(last))
+                self._head.register_forward_pre_hook(_at_head)
             elif name in modules:
-                modules[name].register_forward_hook(_Keeper(name, last))
+                modules[name].register_forward_hook(_Keeper(name))
             else:
                 raise UserError(f"the model has no module {name!r} to tap")
             self._hooked.add(name)
@@ -133,36 +132,27 @@ def _called(module: nn.Module, x: Inputs) -> Any:
     return module(**x) if isinstance(x, dict) else module(*x)
 
 
-def _kept(x: Tensor, frame: frames.Frame, lasts: bool) -> Tensor:
-    """A feature as it is now: a copy where a layer behind it, or a rewritten head's input, may work in place."""
-    return x if lasts and frame.rewrite is None else x.clone()
-
-
 @dataclass(frozen=True, slots=True)
 class _Keeper:
-    """A hook that keeps a module's output if the frame wants it; ``lasts`` if nothing overwrites that, see :mod:`fedloom.overwrites`."""
+    """A hook that keeps a copy of a module's output if the frame wants it: a layer behind it may work in place."""
 
     name: str
-    lasts: bool
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         frame = frames.current()
         if frame is not None and self.name in frame.wanted:
-            frame.features[self.name] = _kept(_tensor_of(output), frame, self.lasts)
+            frame.features[self.name] = _tensor_of(output).clone()
             frame.summaries.pop(self.name, None)  # of an earlier call of the same module: the last one counts
 
 
-def _at_head(lasts: bool) -> Callable[..., tuple[Any, ...] | None]:
-    def keep(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        frame = frames.current()
-        if frame is None:
-            return None
-        z = args[0]
-        if "z" in frame.wanted:
-            frame.features["z"] = _kept(z, frame, lasts)
-        return None if frame.rewrite is None else (frame.rewrite(z), *args[1:])
-
-    return keep
+def _at_head(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    frame = frames.current()
+    if frame is None:
+        return None
+    z = args[0]
+    if "z" in frame.wanted:
+        frame.features["z"] = z.clone()  # a rewritten input, or a head, may work in place
+    return None if frame.rewrite is None else (frame.rewrite(z), *args[1:])
 
 
 def _tensor_of(output: Any) -> Tensor:
@@ -213,6 +203,7 @@ def build(
     frozen = {n for n, p in module.named_parameters() if not p.requires_grad}
     with rng.torch_generator():
         module = copy.deepcopy(module).to(device=device, dtype=dtype)
+    dispatch.prepare_for(torch.device(device))
     swaps.prepare(module)
     unknown = Structure((), (), None, None, 0, task, dtype=dtype)
     network = Network(module, unknown, scale)
@@ -240,8 +231,6 @@ def build(
     network.batch_norm = any(layers.is_norm(part) for part in module.modules())
     network.start = {leaf.name: state[leaf.name].detach().clone() for leaf in network.structure.leaves}
     network.channels_last = _runs_channels_last(network, sample)
-    network._lasting = overwrites.lasting(module, lambda part: _called(part, prepared), _tensor_of, head_name)
-    orders.settle(module, lambda: network(tree.clone(network.start), sample, frames.Frame(), train=False))
     network._load(network.start)
     return network
 

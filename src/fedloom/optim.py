@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fedloom.errors import UserError
+from fedloom.ops.dispatch import operator
 
 Tensors = list[Tensor]
 
@@ -101,90 +102,55 @@ class Optimizer:
         if self.grad_clip is not None:
             grads = clipped(grads, self.grad_clip, batched=batched or active is not None)
         if active is None:
-            self._move(params, grads, state, lr)
+            moved(self, params, grads, state, lr)
             return
         moving = [params, *state.slots.values()]
         before = [[t.clone() for t in tensors] for tensors in moving]
-        self._move(params, grads, state, lr)
+        moved(self, params, grads, state, lr)
         for now, then in zip(moving, before, strict=True):
             for a, b in zip(now, then, strict=True):
                 torch.where(_along(active, a), a, b, out=a) if isinstance(lr, float) else a.copy_(
                     torch.where(_along(active, a), a, b)
                 )
 
-    def _move(self, params: Tensors, grads: Tensors, state: OptState, lr: float | Tensor) -> None:
-        state.step = state.step + 1
-        if isinstance(lr, Tensor) and lr.is_cuda and {p.dtype for p in params} == {torch.float32}:
-            self._fused(params, grads, state, lr)
-            return
-        if self.weight_decay and self.name != "adamw":
-            grads = list(torch._foreach_add(grads, params, alpha=self.weight_decay))
-        if self.name == "sgd":
-            if self.momentum:
-                m = state.slots["m"]
-                torch._foreach_mul_(m, self.momentum)
-                torch._foreach_add_(m, grads)
-                grads = list(torch._foreach_add(grads, m, alpha=self.momentum)) if self.nesterov else m
-            if isinstance(lr, Tensor):
-                torch._foreach_sub_(params, [g * lr for g in grads])
-            else:
-                torch._foreach_add_(params, grads, alpha=-lr)
-            return
-        m, v = state.slots["m"], state.slots["v"]
-        b1, b2 = self.betas
-        if self.name == "adamw" and isinstance(lr, Tensor):
-            for p in params:
-                p.mul_(1 - lr * self.weight_decay)
-        elif self.name == "adamw":
-            torch._foreach_mul_(params, 1 - lr * self.weight_decay)
-        torch._foreach_lerp_(m, grads, 1 - b1)
-        torch._foreach_mul_(v, b2)
-        torch._foreach_addcmul_(v, grads, grads, 1 - b2)
-        denom = torch._foreach_sqrt(v)
-        if isinstance(lr, Tensor):
-            second, rate = (1 - b2**state.step) ** 0.5, lr / (1 - b1**state.step)
-            for p, mean, d in zip(params, m, denom, strict=True):
-                p.sub_((rate * mean) / (d / second + self.eps))
-            return
-        torch._foreach_div_(denom, (1 - b2**state.step) ** 0.5)
-        torch._foreach_add_(denom, self.eps)
-        torch._foreach_addcdiv_(params, m, denom, -lr / (1 - b1**state.step))
 
-    def _fused(self, params: Tensors, grads: Tensors, state: OptState, lr: Tensor) -> None:
-        """The same step in one pass over memory; rate and count are read from the device, as a captured step needs."""
-        grads = [g if g.stride() == p.stride() else g.contiguous() for p, g in zip(params, grads, strict=True)]
-        rate, decay = lr.to(torch.float32), self.weight_decay
-        if self.name == "sgd":
-            torch._fused_sgd_(
-                params,
-                grads,
-                state.slots.get("m", []),
-                weight_decay=decay,
-                momentum=self.momentum,
-                lr=rate,
-                dampening=0.0,
-                nesterov=self.nesterov,
-                maximize=False,
-                is_first_step=False,
-            )
-            return
-        count = torch.as_tensor(state.step, dtype=torch.float32, device=lr.device)
-        fused = torch._fused_adamw_ if self.name == "adamw" else torch._fused_adam_
-        fused(
-            params,
-            grads,
-            state.slots["m"],
-            state.slots["v"],
-            [],
-            [count] * len(params),
-            lr=rate,
-            beta1=self.betas[0],
-            beta2=self.betas[1],
-            weight_decay=decay,
-            eps=self.eps,
-            amsgrad=False,
-            maximize=False,
-        )
+@operator
+def moved(optimizer: Optimizer, params: Tensors, grads: Tensors, state: OptState, lr: float | Tensor) -> Tensors:
+    """The parameters after a step, which are moved in place, as is the state."""
+    state.step = state.step + 1
+    if optimizer.weight_decay and optimizer.name != "adamw":
+        grads = list(torch._foreach_add(grads, params, alpha=optimizer.weight_decay))
+    if optimizer.name == "sgd":
+        if optimizer.momentum:
+            m = state.slots["m"]
+            torch._foreach_mul_(m, optimizer.momentum)
+            torch._foreach_add_(m, grads)
+            grads = list(torch._foreach_add(grads, m, alpha=optimizer.momentum)) if optimizer.nesterov else m
+        if isinstance(lr, Tensor):
+            torch._foreach_sub_(params, [g * lr for g in grads])
+        else:
+            torch._foreach_add_(params, grads, alpha=-lr)
+        return params
+    m, v = state.slots["m"], state.slots["v"]
+    b1, b2 = optimizer.betas
+    if optimizer.name == "adamw" and isinstance(lr, Tensor):
+        for p in params:
+            p.mul_(1 - lr * optimizer.weight_decay)
+    elif optimizer.name == "adamw":
+        torch._foreach_mul_(params, 1 - lr * optimizer.weight_decay)
+    torch._foreach_lerp_(m, grads, 1 - b1)
+    torch._foreach_mul_(v, b2)
+    torch._foreach_addcmul_(v, grads, grads, 1 - b2)
+    denom = torch._foreach_sqrt(v)
+    if isinstance(lr, Tensor):
+        second, rate = (1 - b2**state.step) ** 0.5, lr / (1 - b1**state.step)
+        for p, mean, d in zip(params, m, denom, strict=True):
+            p.sub_((rate * mean) / (d / second + optimizer.eps))
+        return params
+    torch._foreach_div_(denom, (1 - b2**state.step) ** 0.5)
+    torch._foreach_add_(denom, optimizer.eps)
+    torch._foreach_addcdiv_(params, m, denom, -lr / (1 - b1**state.step))
+    return params
 
 
 def _along(values: Tensor, like: Tensor) -> Tensor:

@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor, nn
-
-from fedloom import layers
-from fedloom.kernels.cohort import present
+from torch import Tensor
 
 
 def suited(value: Tensor) -> Tensor:
@@ -28,29 +25,3 @@ def indifferent(run: Callable[[bool], Sequence[Tensor]], device: torch.device) -
             return all(torch.allclose(plain, turned, rtol=1e-2, atol=1e-3) for plain, turned in pairs)
     except Exception:
         return False
-
-
-def settle(module: nn.Module, run: Callable[[], Tensor]) -> None:
-    """Lets pooled maps keep their channels last where kernels make them so, unless the model depends on their order.
-
-    Args:
-        module: the model, prepared.
-        run: calls it on a sample, in evaluation mode.
-    """
-    chained = [part for part in module.modules() if "_chain_last" in vars(part)]
-    pools = [part for part in module.modules() if type(part) is layers.CohortMaxPool2d and part.window() is not None]
-    first = next(module.parameters(), None)
-    if not chained or not pools or first is None or not present(first):
-        return
-
-    def called(turned: bool) -> list[Tensor]:
-        hooks = [pool.register_forward_hook(lambda _, args, y: suited(y)) for pool in pools if turned]
-        try:
-            return [run()]
-        finally:
-            for hook in hooks:
-                hook.remove()
-
-    last = indifferent(called, first.device)
-    for part in chained:
-        vars(part)["_chain_last"] = last

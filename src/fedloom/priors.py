@@ -15,7 +15,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from fedloom import kernels
+from fedloom import ops
 from fedloom.errors import UserError
 from fedloom.structure import LeafInfo, matches
 
@@ -127,7 +127,7 @@ class Gaussian(Prior):
                 )
 
     def penalty(self, gap: Tensor, scale: Tensor | float, learnt: Tensor | None = None) -> Tensor:
-        return 0.5 * scale * kernels.squared_length(gap)
+        return 0.5 * scale * ops.squared_length(gap)
 
     def near(self, gap: Tensor, scale: Tensor | float, eta: float, learnt: Tensor | None = None) -> Tensor:
         return gap / (1 + eta * scale)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fedloom.frames import uniform_like
-from fedloom.kernels import recurrent
+from fedloom.ops import recurrent
 
 Weights = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 

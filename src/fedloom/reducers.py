@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Literal
 
 import torch
@@ -18,13 +17,10 @@ from torch import Tensor
 
 from fedloom import transfer, tree
 from fedloom.errors import RunError
-from fedloom.kernels.cohort import present
 from fedloom.types import Leaves, Message
 
 WEIGHTS = "the weights of "
 """Begins the name of weights that are still on the device."""
-LARGE = 1 << 16
-"""Numbers of a leaf from which on a kernel of its own adds it up over the clients of a cohort on a GPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +125,8 @@ def reduced(
         if isinstance(shares, Tensor):
             unsure[f"{WEIGHTS}{entry!r}"] = shares
         places = [(wanted[name][0], k) for name in names for k in messages[0][wanted[name][0]]]
-        sums = iter(_weighted([[m[e][k] for m in messages] for e, k in places], shares))
+        rows_of = [[m[e][k] for e, k in places] for m in messages]
+        sums = iter(tree.weighted_sums(rows_of, shares))
         for name in names:
             entry, reducer = wanted[name]
             made[name] = reducer.finished({k: next(sums) for k in messages[0][entry]})
@@ -145,36 +142,6 @@ def _uploaded(values: Sequence[Tensor]) -> Tensor:
 def _of_the_host(value: Tensor) -> bool:
     """Whether the host has a value without asking for it."""
     return value.is_cpu
-
-
-def _weighted(columns: Sequence[Sequence[Tensor]], shares: Sequence[float] | Tensor) -> Sequence[Tensor]:
-    """As :func:`fedloom.tree.weighted_sums` of what clients have of each leaf; in one kernel where that is much and lies side by side."""
-    made = {i: sum_ for i, values in enumerate(columns) if (sum_ := _large_sum(values, shares)) is not None}
-    others = [i for i in range(len(columns)) if i not in made]
-    if others:
-        rows = [list(row) for row in zip(*(columns[i] for i in others), strict=True)]
-        made |= zip(others, tree.weighted_sums(rows, shares), strict=True)
-    return [made[i] for i in range(len(columns))]
-
-
-def _large_sum(values: Sequence[Tensor], shares: Sequence[float] | Tensor) -> Tensor | None:
-    """The weighted sum of one large leaf by a kernel; None where none serves: to begin one takes the host longer than torch's."""
-    kind, device = values[0].dtype, values[0].device
-    if values[0].numel() < LARGE or kind not in (torch.float32, torch.float64) or not present(values[0]):
-        return None
-    whole = _whole(values)
-    if whole is None:
-        return None
-    from fedloom.kernels import sums
-
-    return sums.added(whole, shares.to(kind) if isinstance(shares, Tensor) else _shares_on(device, kind, tuple(shares)))
-
-
-@lru_cache(maxsize=4)
-def _shares_on(device: torch.device, kind: torch.dtype, shares: tuple[float, ...]) -> Tensor:
-    """Weights on a device; the same ones come again where clients are alike."""
-    with torch.inference_mode(False):  # they are for everybody who comes later
-        return transfer.onto(torch.tensor(shares, dtype=kind), device)
 
 
 def together(values: Sequence[Tensor]) -> Tensor:

@@ -18,13 +18,13 @@ import os
 import threading
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fedloom import kernels
+from fedloom.ops.dispatch import operator
 
 PURPOSES = frozenset(
     (
@@ -50,8 +50,6 @@ _FIRST = 0x7FEB352D
 _SECOND = 0x846CA68B - (1 << 32)
 # Significant bits of each floating type: more would round up to 1.0.
 _BITS = {torch.float64: 32, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
-
-_Word = TypeVar("_Word", int, Tensor)
 
 
 def _digest(size: int, parts: Sequence[object]) -> bytes:
@@ -108,8 +106,8 @@ def key_of(seed: int, *keys: object) -> int:
     return int.from_bytes(_digest(8, (seed, *keys)), "little") >> 1
 
 
-def _mix(word: _Word) -> _Word:
-    """A bijection of 32-bit words (Wellons' `lowbias32`)."""
+def _mix(word: Any) -> Any:
+    """A bijection of 32-bit words, integers or a tensor of them (Wellons' `lowbias32`)."""
     word = (word ^ (word >> 16)) * _FIRST & _MASK
     word = (word ^ (word >> 15)) * _SECOND & _MASK
     return word ^ (word >> 16)
@@ -131,24 +129,22 @@ def fold(key: Tensor, *numbers: int | Tensor) -> Tensor:
         True
     """
     for number in numbers:
-        together = kernels.folded(key, number)
-        if together is not None:
-            key = together
-            continue
-        low, high = _halves(key)
-        if isinstance(number, Tensor):
-            first, second = _mix((number + 0x9E3779B9) & _MASK), _mix(((number >> 32) ^ 0x85EBCA6B) & _MASK)
-            low, high = low ^ first, high ^ second
-        else:
-            low = low ^ _mix((number + 0x9E3779B9) & _MASK)
-            high = high ^ _mix(((number >> 32) ^ 0x85EBCA6B) & _MASK)
-        low = _mix(low)
-        high = _mix((high + low) & _MASK)
-        low = _mix((low + high) & _MASK)
-        key = ((high & 0x7FFFFFFF) << 32) | low
+        key = fold_one(key, number)
     return key
 
 
+@operator
+def fold_one(key: Tensor, number: int | Tensor) -> Tensor:
+    """The key that belongs to `key` and one number."""
+    low, high = _halves(key)
+    low = _mix(low ^ _mix((number + 0x9E3779B9) & _MASK))
+    high = _mix((high ^ _mix(((number >> 32) ^ 0x85EBCA6B) & _MASK)) + low & _MASK)
+    low = _mix((low + high) & _MASK)
+    made: Tensor = ((high & 0x7FFFFFFF) << 32) | low
+    return made
+
+
+@operator
 def bits(key: Tensor, shape: Sequence[int]) -> Tensor:
     """Uniform 32-bit words in int64; element i, in row-major order, depends only on (key, i).
 
@@ -157,9 +153,6 @@ def bits(key: Tensor, shape: Sequence[int]) -> Tensor:
     """
     count = math.prod(shape)
     assert count <= _MASK, "more elements than the counter can tell apart"
-    together = kernels.drawn(key, shape)
-    if together is not None:
-        return together
     low, high = _halves(fold(key, 0))
     block = torch.arange(-(-count // _BLOCK), device=key.device, dtype=torch.int64)
     start = _mix(_mix((block + low) & _MASK) ^ high) >> 1
@@ -167,7 +160,8 @@ def bits(key: Tensor, shape: Sequence[int]) -> Tensor:
     word = start[:, None] + torch.arange(_BLOCK, device=key.device, dtype=torch.int64)
     word = (word ^ (word >> 16)) * _FIRST & _MASK ^ middle[:, None]
     word = (word ^ (word >> 15)) * _SECOND & _MASK
-    return (word ^ (word >> 16)).reshape(-1)[:count].reshape(tuple(shape))
+    made: Tensor = (word ^ (word >> 16)).reshape(-1)[:count].reshape(tuple(shape))
+    return made
 
 
 def uniform(key: Tensor, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:

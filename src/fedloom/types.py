@@ -9,8 +9,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fedloom import kernels
-
 Leaves = dict[str, Tensor]
 """Named tensors of a model: parameters, buffers, and the extra leaves that plug-ins bring."""
 
@@ -38,9 +36,9 @@ client starts from its own; what is received is only an anchor. ``frozen``: neit
 
 
 class Summed(str):
-    """The name of a tap, channels on axis 1, of which its summary is enough: ``view.summary(name)``, or where that is None the feature.
+    """The name of a tap, channels on axis 1, of which its summary is enough: ``view.summary(name)``.
 
-    A kernel then makes it along with the layer, and neither the feature nor its gradient need be in memory.
+    A kernel may then make it along with the layer, and neither the feature nor its gradient need be in memory.
     """
 
     __slots__ = ()
@@ -66,7 +64,8 @@ class Batch:
         """Mean over the real rows of one value per row: ``sum(w l) / sum(w)``."""
         if self.mask is None:
             return values.mean()
-        return kernels.masked_mean(values, self.mask)
+        mask = self.mask.to(values.dtype)
+        return (values * mask).sum() / mask.sum().clamp(min=1)
 
     def sum(self, values: Tensor) -> Tensor:
         """Sum over the real rows; ``values`` may have further axes, which stay."""

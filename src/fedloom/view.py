@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fedloom import frames, kernels, rng
+from fedloom import frames, ops, rng
 from fedloom.tasks.base import class_logits
-from fedloom.tasks.builtin import plain
 from fedloom.types import Batch, Inputs, Leaves, Seen, Summary, Summed
 
 if TYPE_CHECKING:
@@ -96,11 +95,15 @@ class View:
             raise LookupError(f"feature {name!r} is only summed up: a term that reads it names it among its own taps")
         return self._features[name]
 
-    def summary(self, name: str) -> Summary | None:
-        """Of a feature that is asked for as :class:`fedloom.types.Summed`, where a kernel has made it in the place of the feature."""
+    def summary(self, name: str) -> Summary:
+        """Of a feature with channels on axis 1, in the run's floating type; ask for it as :class:`fedloom.types.Summed` where it is enough."""
         if self._out is None:
             self._run()
-        return self._summaries.get(name)
+        dtype = self.structure.dtype  # a model may compute in another one
+        if name not in self._summaries:
+            return ops.channel_summary(self.feature(name).to(dtype))
+        means, entropies = self._summaries[name]
+        return means.to(dtype), entropies.to(dtype)
 
     def tapped(self, owner: str) -> dict[str, Tensor]:
         """The features that an owner asked for, in the order in which it named them."""
@@ -109,38 +112,6 @@ class View:
     def loss(self, output: Tensor | None = None) -> Tensor:
         """The task's loss on the batch, of the model's output or of another one of its shape."""
         return self._bound.task.value(self.output if output is None else output, self.batch)
-
-    def classifier_loss(
-        self,
-        u: Tensor,
-        weight: Tensor,
-        bias: Tensor,
-        extra: Tensor | None = None,
-        *,
-        scale: float = 1.0,
-        share: float = 1.0,
-    ) -> Tensor:
-        """``a L(u W^T + b) + l mean_i e_i``: the task's loss L of a linear classifier; with it the mean of a value per row.
-
-        Args:
-            u: rows x channels.
-            weight: W, classes x channels.
-            bias: b.
-            extra: e, one value per row; None for the loss alone.
-            scale: a.
-            share: l.
-        """
-        batch = self.batch
-        if plain(self._bound.task):
-            found = kernels.classified(u, weight, bias, batch.y, batch.mask, extra, scale, share)
-            if found is not None:
-                return found
-        value = self.loss(kernels.linear(u, weight, bias))
-        value = value if scale == 1 else scale * value
-        if extra is None:
-            return value
-        mean = batch.mean(extra)
-        return value + (mean if share == 1 else share * mean)
 
     @property
     def structure(self) -> Structure:

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import fedloom as fl
-from fedloom.optim import Optimizer
+from fedloom.gpu import optimizers
+from fedloom.optim import Optimizer, moved
 
 CASES: dict[str, tuple[Optimizer, Callable[[Any], torch.optim.Optimizer]]] = {
     "sgd": (fl.sgd(0.1), lambda p: torch.optim.SGD(p, lr=0.1)),
@@ -68,9 +69,9 @@ def test_a_fused_step_is_the_same_step(case: str) -> None:
     states[1].step = torch.zeros((), dtype=torch.float64)
     for _ in range(20):
         grads = [torch.randn(4, 5, 3, generator=draw).transpose(1, 2), torch.randn(4, 3, generator=draw)]
-        optimizer._move(plain, grads, states[0], optimizer.lr)
+        moved(optimizer, plain, grads, states[0], optimizer.lr)
         states[1].step = states[1].step + 1
-        optimizer._fused(fused, grads, states[1], torch.tensor(optimizer.lr, dtype=torch.float64))
+        optimizers.fused(optimizer, fused, grads, states[1], torch.tensor(optimizer.lr, dtype=torch.float64))
     assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(plain, fused, strict=True))
 
 

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedloom import kernels
 from fedloom.engines.vectorised import VectorisedEngine
+from fedloom.gpu import depthwise
 from tests.engines.test_kernels import DEVICE, compare, cuda, random
 from tests.helpers import everything, federation, fit, gap
 
@@ -33,7 +33,7 @@ def test_depthwise_convolution(size, kernel, steps, bias: bool, own: bool) -> No
     inputs = [t for t in (x, w, b) if t is not None]
 
     def ours(*tensors: Tensor) -> Tensor:
-        y = kernels.filtered(*tensors, *([] if bias else [None]), *steps)
+        y = depthwise.filtered(*tensors, *([] if bias else [None]), *steps)
         assert y is not None
         return y
 
@@ -54,7 +54,7 @@ def test_other_types(dtype: torch.dtype) -> None:
     x, w, b = (
         t.detach().to(dtype).requires_grad_() for t in (random(2, 3, 4, 8, 8), random(2, 4, 1, 3, 3), random(2, 4))
     )
-    ours = torch.vmap(lambda x, w, b: kernels.filtered(x, w, b, (1, 1), (1, 1), (1, 1)))(x, w, b)
+    ours = torch.vmap(lambda x, w, b: depthwise.filtered(x, w, b, (1, 1), (1, 1), (1, 1)))(x, w, b)
     wide = [t.detach().double().requires_grad_() for t in (x, w, b)]
     theirs = torch.stack([F.conv2d(*client, padding=1, groups=4) for client in zip(*wide, strict=True)])
     near = {"rtol": 1 / 32, "atol": 1 / 8} if dtype is torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-4}
@@ -71,7 +71,7 @@ def test_what_no_kernel_serves(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def served(x: Tensor, w: Tensor) -> bool:
         def one(x: Tensor, w: Tensor) -> Tensor:
-            found.append(kernels.filtered(x, w, None, *PLAIN) is not None)
+            found.append(depthwise.filtered(x, w, None, *PLAIN) is not None)
             return x
 
         torch.vmap(one)(x, w)
@@ -85,10 +85,10 @@ def test_what_no_kernel_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not served(x, random(2, 4, 1, 8, 8))  # 64 places
     assert not served(x[:, :0], w)
     assert not served(random(2, 3, 5, 8, 8), w)  # another number of channels
-    monkeypatch.setattr(kernels.depthwise, "NUMBERS", 3 * 4 * 8 * 8 - 1)
+    monkeypatch.setattr(depthwise, "NUMBERS", 3 * 4 * 8 * 8 - 1)
     assert not served(x, w)  # too many numbers for addresses of 32 bits
     monkeypatch.undo()
-    assert kernels.filtered(x[0], w[0], None, *PLAIN) is None  # outside of vmap
+    assert depthwise.filtered(x[0], w[0], None, *PLAIN) is None  # outside of vmap
 
 
 @cuda
@@ -96,14 +96,14 @@ def test_a_model_with_depthwise_convolutions(monkeypatch: pytest.MonkeyPatch) ->
     """Side by side as one by one; groups of two, more filters than channels and other borders are torch's."""
     data = federation((9, 14, 5), (4, 8, 10), classes=2)
     met: list[int] = []
-    plain = kernels.filtered
+    plain = depthwise.filtered
 
     def filtered(x: Tensor, w: Tensor, *others: object) -> Tensor | None:
         y = plain(x, w, *others)  # type: ignore[arg-type]
         met.append(len(w) if y is not None else 0)
         return y
 
-    monkeypatch.setattr(kernels, "filtered", filtered)
+    monkeypatch.setattr(depthwise, "filtered", filtered)
 
     def model() -> nn.Module:
         torch.manual_seed(0)

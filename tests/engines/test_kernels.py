@@ -13,14 +13,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedloom import chains, frames, kernels, layers, network, swaps
+from fedloom import frames, layers, network, swaps
+from fedloom.gpu import chains, cohort, fusions
 from fedloom.models import convnet3
+from fedloom.ops import dispatch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 cuda = pytest.mark.skipif(
-    DEVICE == "cpu" and not (kernels.cohort.INTERPRETED and find_spec("triton")),
+    DEVICE == "cpu" and not (cohort.INTERPRETED and find_spec("triton")),
     reason="needs a CUDA device, or TRITON_INTERPRET=1 and triton",
 )
+dispatch.prepare_for(torch.device(DEVICE))
 
 
 def random(*shape: int) -> Tensor:
@@ -50,7 +53,7 @@ def test_convolution(outputs: int, bias: bool, kernel: tuple[int, int], stride, 
     geometry = stride, padding, dilation
 
     def ours(*tensors: Tensor) -> Tensor:
-        y = kernels.convolved(*tensors, *([] if bias else [None]), *geometry)
+        y = cohort.convolved(*tensors, *([] if bias else [None]), *geometry)
         assert y is not None
         return y
 
@@ -60,23 +63,10 @@ def test_convolution(outputs: int, bias: bool, kernel: tuple[int, int], stride, 
 
 @cuda
 def test_patches_that_are_not_kept_are_laid_out_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels.cohort, "KEPT_BYTES", 0)
+    monkeypatch.setattr(cohort, "KEPT_BYTES", 0)
     x, w = random(2, 3, 2, 6, 6), random(2, 4, 2, 3, 3)
-    ours = torch.vmap(lambda x, w: kernels.convolved(x, w, None, (1, 1), (1, 1), (1, 1)))(x, w)
+    ours = torch.vmap(lambda x, w: cohort.convolved(x, w, None, (1, 1), (1, 1), (1, 1)))(x, w)
     compare(ours, torch.stack([F.conv2d(x[i], w[i], padding=1) for i in range(2)]), [x, w])
-
-
-@cuda
-def test_pooling_with_ties_a_remainder_and_nan() -> None:
-    x = random(2, 3, 4, 7, 9).detach().relu().requires_grad_()  # many ties at zero
-    compare(
-        torch.vmap(lambda x: kernels.pooled(x, (2, 3)))(x),
-        F.max_pool2d(x.flatten(0, 1), (2, 3)).unflatten(0, (2, 3)),
-        [x],
-    )
-    spoilt = x.detach().clone()
-    spoilt[0, 0, 0, 0, 0] = torch.nan
-    assert torch.vmap(lambda x: kernels.pooled(x, (2, 2)))(spoilt)[0, 0, 0, 0, 0].isnan()
 
 
 @cuda
@@ -92,7 +82,7 @@ def test_normalisation(masked: bool, affine: bool, shape: tuple[int, ...]) -> No
     real = batch - 2 if masked else batch
 
     def ours(packed: dict[str, Tensor]) -> tuple[Tensor, ...]:
-        return kernels.normalised(packed["x"], packed.get("mask"), packed.get("w"), packed.get("b"), 1e-5)
+        return cohort.normalised(packed["x"], packed.get("mask"), packed.get("w"), packed.get("b"), 1e-5)
 
     packed = {k: v for k, v in {"x": x, "mask": mask, "w": weight, "b": bias}.items() if v is not None}
     y, mean, var, count = torch.vmap(ours)(packed)
@@ -122,7 +112,7 @@ def test_normalisation_with_a_weight_that_all_clients_share(masked: bool) -> Non
         with frames.entered(frames.Frame(mask=mask if masked else None)):
             return layer(x)
 
-    assert torch.vmap(lambda x: torch.tensor(kernels.serves(x, shared=[layer.weight])))(x).all()
+    assert torch.vmap(lambda x: torch.tensor(cohort.serves(x, shared=[layer.weight])))(x).all()
     ours, theirs = torch.vmap(fn)(x, mask), torch.stack([fn(*each) for each in zip(x, mask, strict=True)])
     real = 4 if masked else 5
     assert torch.allclose(ours[:, :real], theirs[:, :real], atol=1e-12)
@@ -166,7 +156,7 @@ def test_on_a_cpu_the_layers_are_torchs_own() -> None:
     x = torch.randn(2, 1, 6, 6)
     before = net(x)
     swaps.prepare(net)
-    assert [type(m) for m in net] == [layers.CohortConv2d, layers.CohortMaxPool2d]
+    assert [type(m) for m in net] == [layers.CohortConv2d, nn.MaxPool2d]
     assert torch.equal(net(x), before)
     swaps.restore(net)
     assert [type(m) for m in net] == [nn.Conv2d, nn.MaxPool2d]
@@ -187,7 +177,7 @@ def test_normalisation_activation_and_pooling_at_once(masked: bool, affine: bool
     mask = (torch.arange(batch) < real).double().expand(clients, batch).contiguous().to(DEVICE) if masked else None
     packed = {k: v for k, v in {"x": x, "mask": mask, "w": weight, "b": bias}.items() if v is not None}
     y, mean, var, count = torch.vmap(
-        lambda p: kernels.chained(p["x"], p.get("mask"), p.get("w"), p.get("b"), 1e-5, window, six=six)
+        lambda p: fusions.chained(p["x"], p.get("mask"), p.get("w"), p.get("b"), 1e-5, window, six=six)
     )(packed)
     act = F.relu6 if six else F.relu
     theirs = [
@@ -207,7 +197,7 @@ def test_normalisation_activation_and_pooling_at_once(masked: bool, affine: bool
 def test_chains_of_larger_maps(shape: tuple[int, ...]) -> None:
     x, weight, bias = random(*shape), random(2, shape[2]), random(2, shape[2])
     for window in ((1, 1), (2, 2)):
-        y = torch.vmap(lambda *a, w=window: kernels.chained(a[0], None, a[1], a[2], 1e-5, w)[0])(x, weight, bias)
+        y = torch.vmap(lambda *a, w=window: fusions.chained(a[0], None, a[1], a[2], 1e-5, w)[0])(x, weight, bias)
         theirs = [F.relu(F.batch_norm(x[i], None, None, weight[i], bias[i], True)) for i in range(2)]
         compare(y, torch.stack([F.max_pool2d(v, window) for v in theirs]), [x, weight, bias], 1e-9)
 
@@ -219,12 +209,12 @@ def test_activation_and_pooling_at_once() -> None:
     )  # ties, above zero too, and windows below it
     for window in ((2, 2), (2, 3)):
         for six, act in ((False, F.relu), (True, F.relu6)):
-            ours = torch.vmap(lambda x, w=window, six=six: kernels.acted(x, w, six=six))(x)
+            ours = torch.vmap(lambda x, w=window, six=six: fusions.acted(x, w, six=six))(x)
             compare(ours, F.max_pool2d(act(x.flatten(0, 1)), window).unflatten(0, (2, 3)), [x])
     spoilt = x.detach().clone()
     spoilt[0, 0, 0, 1, 0] = torch.nan
     spoilt.requires_grad_()
-    ours = torch.vmap(lambda x: kernels.acted(x, (2, 2)))(spoilt)
+    ours = torch.vmap(lambda x: fusions.acted(x, (2, 2)))(spoilt)
     theirs = F.max_pool2d(spoilt.flatten(0, 1).relu(), 2).unflatten(0, (2, 3))
     assert torch.equal(ours.isnan(), theirs.isnan())
     assert ours[0, 0, 0, 0, 0].isnan()
@@ -271,14 +261,14 @@ class Cohort:
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Which chains went through one kernel."""
     seen: list[str] = []
-    for name in ("chained", "chained_apart", "acted", "acted_apart"):
-        fn, place = getattr(kernels, name), 5 if name.startswith("chained") else 1
+    for name in ("chained", "acted"):
+        fn, place = getattr(fusions, name), 5 if name.startswith("chained") else 1
 
         def spy(*args, fn=fn, place=place, name=name, **options):
             seen.append(f"{name} {args[place][0]}x{args[place][1]}")
             return fn(*args, **options)
 
-        monkeypatch.setattr(kernels, name, spy)
+        monkeypatch.setattr(fusions, name, spy)
     return seen
 
 
@@ -301,10 +291,10 @@ def test_chains_end_where_somebody_listens(taken: list[str], monkeypatch: pytest
     pooled = "chained 2x2"
     for wanted, expected in {
         "": [pooled],
-        f"{block}.act": ["chained_apart 2x2"],
+        f"{block}.act": ["chained 1x1"],
         f"{block}.pool {block}.conv z": [pooled],
         f"{block}.norm": ["acted 2x2"],
-        f"{block}.norm {block}.act {block}.pool": ["acted_apart 2x2"],
+        f"{block}.norm {block}.act {block}.pool": [],
     }.items():
         taken.clear()
         same(cohort, monkeypatch, wanted)
@@ -395,6 +385,7 @@ def test_containers_are_copied_and_given_back_as_they_were() -> None:
     before = model(x)
     model.load_state_dict({k: torch.zeros_like(v) if "tracked" in k else v for k, v in model.state_dict().items()})
     swaps.prepare(model)
+    chains.fuse(model)
     other = copy.deepcopy(model)
     block = other.body.block1
     assert "forward" in vars(block)

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedloom import kernels
+from fedloom.gpu import cohort, fusions
 from tests.engines.test_kernels import DEVICE, cuda
 
 Steps = tuple[tuple[int, int], tuple[int, int], tuple[int, int]]
@@ -28,8 +28,8 @@ def coarse(*shape: int) -> Tensor:
 @pytest.fixture(autouse=True)
 def as_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter, as what it is compared with on a CPU, multiplies float32."""
-    if kernels.cohort.INTERPRETED:
-        from fedloom.kernels import openings
+    if cohort.INTERPRETED:
+        from fedloom.gpu import openings
 
         monkeypatch.setattr(openings, "_rounded", lambda x: x)
 
@@ -42,7 +42,6 @@ def plainly(x: Tensor, w: Tensor, b: Tensor | None, steps: Steps, window: tuple[
 
 
 @cuda
-@pytest.mark.parametrize("last", [False, True], ids=["plain", "last"])
 @pytest.mark.parametrize("own", [True, False], ids=["own", "shared"])
 @pytest.mark.parametrize(
     ("size", "filters", "steps", "window", "six", "biased"),
@@ -62,7 +61,6 @@ def test_a_convolution_with_what_is_behind_it(
     six: bool,
     biased: bool,
     own: bool,
-    last: bool,
 ) -> None:
     clients = 2
     x, w = 2 * numbers(clients, 3, *size), numbers(clients if own else 1, filters[0], size[0], *filters[1:])
@@ -72,7 +70,7 @@ def test_a_convolution_with_what_is_behind_it(
     given = x, w if own else w[0], b if own or b is None else b[0]
 
     def made(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
-        y = kernels.opened(x, w, b, steps, window, six=six, last=last)
+        y = fusions.opened(x, w, b, steps, window, six=six)
         assert y is not None
         return y
 
@@ -83,7 +81,7 @@ def test_a_convolution_with_what_is_behind_it(
     assert torch.equal(ours.isnan(), theirs.isnan())
     assert ours.isnan().any()
     assert torch.allclose(ours.double(), theirs, rtol=TF32, atol=TF32 * 10, equal_nan=True)
-    assert (ours.permute(0, 1, 3, 4, 2) if last else ours).is_contiguous()
+    assert ours.is_contiguous()
 
 
 @cuda
@@ -119,10 +117,10 @@ def test_gradient_of_filters(
         w, b = (*given, None)[:2]
         assert w is not None
         if taps:
-            opened = kernels.opened_summed(x, w, b, steps, window, six=six, pooled=taps == 2)
+            opened = fusions.opened_summed(x, w, b, steps, window, six=six, pooled=taps == 2)
             assert opened is not None
             return opened[0], *(t for summary in opened[1] for t in summary)
-        y = kernels.opened(x, w, b, steps, window, six=six)
+        y = fusions.opened(x, w, b, steps, window, six=six)
         assert y is not None
         return (y,)
 
@@ -156,7 +154,7 @@ def test_each_output_alone() -> None:
     x, w, b = coarse(2, 3, 2, 6, 6).transpose(3, 4), coarse(5, 2, 3, 3).requires_grad_(), coarse(2, 5).requires_grad_()
 
     def made(x: Tensor, b: Tensor) -> tuple[Tensor, ...]:
-        opened = kernels.opened_summed(x, w, b, PLAIN, (2, 2), pooled=True)
+        opened = fusions.opened_summed(x, w, b, PLAIN, (2, 2), pooled=True)
         assert opened is not None
         return opened[0], *(t for summary in opened[1] for t in summary)
 
@@ -177,7 +175,7 @@ def test_summaries_of_the_largest_numbers() -> None:
     """As finite as torch's: what stands for filters that are none stays out of the way."""
     x, w = torch.full((2, 1, 1, 2, 2), 3e38, device=DEVICE), torch.ones(2, 3, 1, 1, 1, device=DEVICE)
     w[:, 1:] = 0
-    made = torch.vmap(lambda x, w: kernels.opened_summed(x, w, None, PLAIN, (2, 2), pooled=True))(x, w)
+    made = torch.vmap(lambda x, w: fusions.opened_summed(x, w, None, PLAIN, (2, 2), pooled=True))(x, w)
     assert made is not None
     assert [entropy.tolist() for _, entropy in made[1]] == [[[0.0]] * 2] * 2
 
@@ -185,7 +183,7 @@ def test_summaries_of_the_largest_numbers() -> None:
 @cuda
 def test_numbers_are_rounded_to_the_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of TF32, which has 10 bits behind the point: products of cut ones would all be too small."""
-    from fedloom.kernels import openings
+    from fedloom.gpu import openings
 
     monkeypatch.undo()  # here they are in the interpreter too
 
@@ -206,7 +204,7 @@ def test_short_types(dtype: torch.dtype) -> None:
         pytest.skip("Triton's interpreter multiplies the bits of bfloat16")
     x, w, b = (numbers(*size, dtype=dtype) for size in ((2, 3, 3, 8, 8), (2, 8, 3, 3, 3), (2, 8)))
     with torch.no_grad():
-        ours = torch.vmap(lambda x, w, b: kernels.opened(x, w, b, PLAIN, (2, 2)))(x, w, b)
+        ours = torch.vmap(lambda x, w, b: fusions.opened(x, w, b, PLAIN, (2, 2)))(x, w, b)
     theirs = torch.stack([plainly(*client, PLAIN, (2, 2), False) for client in zip(x, w, b, strict=True)])
     assert ours.dtype is dtype
     assert torch.allclose(ours.double(), theirs, rtol=1 / 64, atol=1 / 16)
@@ -220,7 +218,7 @@ def test_what_no_kernel_serves(monkeypatch: pytest.MonkeyPatch) -> None:
         found: list[bool] = []
 
         def one(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
-            found.append(kernels.opened(x, w, b, steps, window) is not None)
+            found.append(fusions.opened(x, w, b, steps, window) is not None)
             return x
 
         with torch.no_grad():
@@ -238,9 +236,9 @@ def test_what_no_kernel_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not served(x, numbers(2, 65, 3, 3, 3), numbers(2, 65))
     large = x[:, :1, :, :1, :1].expand(2, 1, 3, 2100, 2100)
     assert not served(large, w, b, window=(1, 2))  # more programs a picture than a grid has room for
-    assert kernels.opened(x[0], w[0], b[0], PLAIN, (2, 2)) is None  # outside of vmap
+    assert fusions.opened(x[0], w[0], b[0], PLAIN, (2, 2)) is None  # outside of vmap
     with torch.enable_grad():
-        assert kernels.fusions._opens(x[0], w[0], b[0], PLAIN, (2, 2), whole=False) is None
+        assert fusions._opens(x[0], w[0], b[0], PLAIN, (2, 2), whole=False) is None
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     assert not served(x, w, b)
 
@@ -251,8 +249,8 @@ def test_what_has_a_gradient_itself_is_not_opened() -> None:
     found: list[bool] = []
 
     def one(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
-        found.append(kernels.opened(x, w, b, PLAIN, (2, 2)) is not None)
-        found.append(kernels.opened(x.detach(), w, b, PLAIN, (2, 2)) is not None)
+        found.append(fusions.opened(x, w, b, PLAIN, (2, 2)) is not None)
+        found.append(fusions.opened(x.detach(), w, b, PLAIN, (2, 2)) is not None)
         return x
 
     torch.vmap(one)(x, w, b)

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fedloom import swaps
 from fedloom.engines.vectorised import VectorisedEngine
 from fedloom.engines.vectorised.mapping import over_clients
-from fedloom.kernels import recurrent
+from fedloom.ops import recurrent
 from tests.engines.test_vectorised import Words, agree, sentences
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -199,7 +199,7 @@ def counted(kind: recurrent.Kind, steps: int, monkeypatch: pytest.MonkeyPatch) -
     weights = [random(CLIENTS, gates, *tail) for tail in ((INPUTS,), (VALUES,), (), ())]
     found: list[Kernels] = []
     with monkeypatch.context() as patch:
-        for name in () if DEVICE == "cuda" else ("_cell", "_lstm_back", "_gru_back"):
+        for name in () if DEVICE == "cuda" else ("cell", "lstm_back", "gru_back"):
             patch.setattr(recurrent, name, whole(getattr(recurrent, name), found))
         found.append(Kernels())
         with found[-1]:

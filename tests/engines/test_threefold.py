@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedloom import kernels, numerics, swaps
-from fedloom.kernels import products
+from fedloom import numerics, ops, swaps
+from fedloom.gpu import products
 from tests.engines.test_kernels import DEVICE, cuda
 
 DIGITS = 1e-6
@@ -30,7 +30,7 @@ def numbers(*shape: int) -> Tensor:
 def test_products_keep_the_digits(
     clients: int, rows: int, columns: int, depth: int, programs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from fedloom.kernels import threefold
+    from fedloom.gpu import threefold
 
     monkeypatch.setattr(threefold, "PROGRAMS", programs)
     a, b, bias = numbers(clients, rows, depth), numbers(clients, columns, depth), numbers(clients, columns)
@@ -44,7 +44,7 @@ def test_products_keep_the_digits(
 
 @cuda
 def test_products_are_added_to_rows_that_lie_apart() -> None:
-    from fedloom.kernels import threefold
+    from fedloom.gpu import threefold
 
     a, b, begun = numbers(2, 70, 300), numbers(2, 66, 300), numbers(70, 2, 66)
     for onto in (True, False):
@@ -57,7 +57,7 @@ def test_products_are_added_to_rows_that_lie_apart() -> None:
 @cuda
 @pytest.mark.filterwarnings("ignore:invalid value")  # the interpreter's
 def test_what_is_not_finite_stays_so() -> None:
-    from fedloom.kernels import threefold
+    from fedloom.gpu import threefold
 
     a, b = numbers(1, 70, 40).abs(), numbers(1, 30, 40).abs()
     a[0, 3, 7], a[0, 5, 2], b[0, 4, 0] = torch.inf, torch.nan, -torch.inf
@@ -70,7 +70,7 @@ def test_what_is_not_finite_stays_so() -> None:
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """Shapes of the left factors of all products from now on."""
-    from fedloom.kernels import threefold
+    from fedloom.gpu import threefold
 
     found: list[tuple[int, ...]] = []
     plain = threefold.product
@@ -94,7 +94,7 @@ def test_linear_layers(
     monkeypatch.setattr(products, "ROWS", 1 if many else 1 << 20)
     monkeypatch.setattr(products, "CROSSED", 1 if many else 1 << 40)
     x, w, b = (numbers(*s).requires_grad_() for s in (shape, (2, outputs, 90), (2, outputs)))
-    found = torch.vmap(kernels.linear)(x, w, b)
+    found = torch.vmap(ops.linear)(x, w, b)
     wide = [t.detach().double().requires_grad_() for t in (x, w, b)]
     rows = wide[0].flatten(1, -2)
     exact = (rows @ wide[1].mT + wide[2][:, None]).view(found.shape)
@@ -117,7 +117,7 @@ def test_inputs_that_lie_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
         (numbers(2, 90, 70), 0, dx.mT),
     ):
         x.requires_grad_()
-        y = torch.vmap(lambda x, w: kernels.linear(x.mT if len(x) == 90 else x, w, None), (axis, 0))(x, w)
+        y = torch.vmap(lambda x, w: ops.linear(x.mT if len(x) == 90 else x, w, None), (axis, 0))(x, w)
         (found,) = torch.autograd.grad(y, x, d)
         assert float((found - expected).abs().max() / expected.abs().max()) < DIGITS
 
@@ -128,7 +128,7 @@ def test_gradients_of_gradients(rows: int, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(products, "ROWS", rows)
     given = numbers(2, 70, 90), numbers(2, 170, 90), numbers(2, 170)
     found = []
-    for layer, dtype in ((kernels.linear, torch.float32), (torch.nn.functional.linear, torch.float64)):
+    for layer, dtype in ((ops.linear, torch.float32), (torch.nn.functional.linear, torch.float64)):
         x, w, b = (t.to(dtype).requires_grad_() for t in given)
         y = torch.vmap(layer)(x, w, b)
         (dx,) = torch.autograd.grad((y**2).sum(), x, create_graph=True)
@@ -159,14 +159,14 @@ def test_a_layer_that_all_clients_share(calls: list[tuple[int, ...]]) -> None:
     for bias in (b, None):
         calls.clear()
         with torch.no_grad():
-            found = torch.vmap(kernels.linear, (0, None, None))(x, w, bias)
+            found = torch.vmap(ops.linear, (0, None, None))(x, w, bias)
         exact = torch.nn.functional.linear(x.double(), w.double(), None if bias is None else bias.double())
         assert float((found - exact).abs().max() / exact.abs().max()) < DIGITS
         assert calls == [(1, 120, 90)]
     calls.clear()
-    torch.vmap(kernels.linear, (0, None, None))(x, w.requires_grad_(), b)
+    torch.vmap(ops.linear, (0, None, None))(x, w.requires_grad_(), b)
     with torch.no_grad():
-        torch.vmap(kernels.linear, (0, None, None))(x[:, :, :2], w, b)
+        torch.vmap(ops.linear, (0, None, None))(x[:, :, :2], w, b)
     assert not calls
 
 
@@ -175,7 +175,7 @@ def test_one_weight_and_a_bias_for_each() -> None:
     """A personal bias behind a weight that all clients have: seen from inside both are a client's own."""
     x, w, b = numbers(3, 40, 90), numbers(210, 90), numbers(3, 210)
     with torch.no_grad():
-        found = torch.vmap(kernels.linear)(x, w.expand(3, 210, 90), b)
+        found = torch.vmap(ops.linear)(x, w.expand(3, 210, 90), b)
     exact = x.double() @ w.double().T + b.double()[:, None]
     assert float((found - exact).abs().max() / exact.abs().max()) < DIGITS
 
@@ -185,7 +185,7 @@ def test_a_cohort_that_begins_with_one_weight() -> None:
     """Seen as each client's own, though there is one in memory: each has a gradient of its own."""
     x, w = numbers(3, 40, 90), numbers(210, 90)
     own = w.expand(3, *w.shape).requires_grad_()
-    found = torch.vmap(lambda x, w: kernels.linear(x, w, None))(x, own)
+    found = torch.vmap(lambda x, w: ops.linear(x, w, None))(x, own)
     (gradient,) = torch.autograd.grad(found.square().sum(), [own])
     assert gradient.shape == own.shape
     expected = 2 * (x.double() @ w.double().T).mT @ x.double()

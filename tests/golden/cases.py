@@ -196,4 +196,5 @@ def hash_cases(engines: list[str]) -> dict[str, str]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    json.dump(hash_cases(sys.argv[2].split(",")), open(sys.argv[1], "w"), indent=1)
+    with open(sys.argv[1], "w") as output:
+        json.dump(hash_cases(sys.argv[2].split(",")), output, indent=1)

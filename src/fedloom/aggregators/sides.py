@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from fedloom import tree
 from fedloom.aggregators import similarity
-from fedloom.kernels.cohort import present
-
-FEW = 16
-"""Up to this number of clients there is a kernel for the products of all pairs; those of more are a matrix product."""
 
 
 def gram(updates: Sequence[Tensor]) -> Tensor:
@@ -30,24 +25,6 @@ def gram(updates: Sequence[Tensor]) -> Tensor:
     return total
 
 
-def grams(side: Tensor, widths: Sequence[int]) -> Tensor:
-    """The same of layers that lie side by side: layers x M x M.
-
-    Example:
-        >>> grams(torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]), [1, 2])
-        tensor([[[ 1.,  4.],
-                 [ 4., 16.]],
-        <BLANKLINE>
-                [[13., 28.],
-                 [28., 61.]]], dtype=torch.float64)
-    """
-    if len(side) <= FEW and _served(side):
-        from fedloom.kernels import sides
-
-        return sides.grams(side, _bounds(tuple(widths), side.device))
-    return torch.stack([gram([piece]) for piece in side.double().split_with_sizes(list(widths), 1)])
-
-
 def cosines(products: Tensor) -> Tensor:
     """``cos(h_u, h_v)`` of all pairs from Gram matrices, clamped to [-1, 1] and rounded to 10 digits; 0 for a zero vector."""
     length = products.diagonal(dim1=-2, dim2=-1).sqrt()
@@ -58,26 +35,6 @@ def cosines(products: Tensor) -> Tensor:
 def pairs_below(products: Tensor, xi: float) -> Tensor:
     """Of each Gram matrix how many unordered pairs have a cosine below xi."""
     return (cosines(products) < xi).triu(diagonal=1).sum((-2, -1))
-
-
-def disagreeing(side: Tensor, widths: Sequence[int], xi: float) -> Tensor:
-    """The same of layers that lie side by side.
-
-    Example:
-        >>> disagreeing(torch.tensor([[1.0, 2.0, 3.0], [-4.0, 5.0, 6.0]]), [1, 2], 0.0)
-        tensor([1, 0])
-    """
-    if len(side) <= FEW and _served(side):
-        from fedloom.kernels import sides
-
-        return sides.conflicts(side, _bounds(tuple(widths), side.device), xi)
-    return pairs_below(grams(side, widths), xi)
-
-
-@lru_cache(maxsize=8)
-def _bounds(widths: tuple[int, ...], device: torch.device) -> Tensor:
-    with torch.inference_mode(False):  # they are for everybody who comes later
-        return torch.tensor([0, *widths]).cumsum(0).to(device)
 
 
 def ended(
@@ -96,11 +53,6 @@ def ended(
         parts: columns, and whether clients began there with their own; only there the sum means something.
         weights: of the clients.
     """
-    if own is not None and _served(moved) and all(t.dtype == moved.dtype for t in (sent, *own)):
-        from fedloom.kernels import sides
-
-        runs = [(at.start, at.stop) for at, kept in parts if kept]
-        return sides.ended(moved, sent, [t.contiguous() for t in own], runs, weights)
     found = torch.empty_like(moved)
     theirs = None if own is None else torch.stack(list(own))
     for at, kept in parts:
@@ -112,8 +64,3 @@ def ended(
     if set(weights) != {1}:
         torch._foreach_mul_(found.unbind(), [float(n) for n in weights])
     return values, found.sum(0)
-
-
-def _served(side: Tensor) -> bool:
-    kinds = torch.float32, torch.float64
-    return side.dtype in kinds and side.is_contiguous() and bool(side.numel()) and present(side)

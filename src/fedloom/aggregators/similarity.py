@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TypeVar
 
 import numpy as np
@@ -13,7 +12,6 @@ import torch
 from torch import Tensor
 
 from fedloom import rng
-from fedloom.kernels.cohort import present
 
 WIDTH = 4096
 CHUNK = 1 << 24
@@ -30,13 +28,6 @@ class Places:
     where: Tensor
     sign: Tensor
     width: int
-
-    @cached_property
-    def by_sum(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The coordinates sum by sum, their signs, and where those of each sum begin: for a kernel that makes a sum at a time."""
-        order = torch.sort(self.where, stable=True).indices
-        starts = torch.bincount(self.where, minlength=self.width).cumsum(0)
-        return order.int(), self.sign[order], torch.cat([starts.new_zeros(1), starts]).int()
 
 
 def coordinates(seed: int, sizes: Sizes, width: int, device: torch.device) -> Places:
@@ -100,10 +91,6 @@ def project(
     places = None if short else drawn(seed, sizes, width, device)
     pieces = side_by_side(bodies.values(), some) if whole is None else iter((whole,))
     bases = None if base is None else side_by_side((base[name].reshape(1, -1) for name in bodies), some)
-    if whole is not None and places is not None and present(whole):
-        from fedloom.kernels import sketches
-
-        return sketches.projected(whole, None if bases is None else next(bases), *places.by_sum)
     if bases is not None:
         pieces = map(torch.add, pieces, bases)
     if places is None:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedloom import kernels
+from fedloom import ops
 from fedloom.errors import UserError
 from fedloom.methods.averaging import fedavg
 from fedloom.methods.personalised import fedper
@@ -33,7 +33,7 @@ CLASSES = ("classification", "binary")
 def balanced_loss(logits: Tensor, batch: Batch, counts: Tensor) -> Tensor:
     """Balanced soft-max: cross-entropy of ``logits_c + log n_c``; a class without rows has -1e9 in place of log 0."""
     prior = torch.where(counts > 0, counts.to(logits.dtype).clamp(min=1).log(), -1e9)
-    return batch.mean(kernels.cross_entropies(logits + prior, batch.y.long()))
+    return batch.mean(ops.cross_entropies(logits + prior, batch.y.long()))
 
 
 @recipe(
@@ -48,7 +48,7 @@ def fedrod() -> Method:
     """
 
     def addition(view: View, z: Tensor) -> Tensor:
-        return kernels.linear(z, view.leaves["fedrod:weight"], view.leaves["fedrod:bias"])
+        return ops.linear(z, view.leaves["fedrod:weight"], view.leaves["fedrod:bias"])
 
     def generic(view: View, batch: Batch, seen: Seen) -> Tensor:
         return balanced_loss(view.logits, batch, seen.counts)
@@ -188,7 +188,7 @@ def gpfl(lam: float = 0.01, mu: float = 0.1) -> Method:
         e, y = view.leaves["gpfl:embeddings"], batch.y.long()
         zg = conditioned(view.z, condition(seen, torch.ones_like(seen.counts)), view.leaves)
         cosines = F.normalize(zg) @ F.normalize(e).T
-        loss = batch.mean(kernels.cross_entropies(cosines, y))
+        loss = batch.mean(ops.cross_entropies(cosines, y))
         if lam:
             square = batch.sum((zg - seen.received["gpfl:embeddings"][y]) ** 2).sum()
             # A mini-batch of padding only has norm zero, where the square root has no gradient.

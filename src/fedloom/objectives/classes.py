@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedloom import kernels
+from fedloom import ops
 from fedloom.tasks.builtin import IGNORE
 from fedloom.types import Batch, Leaves, Seen
 from fedloom.view import View
@@ -57,7 +57,7 @@ def within(logits: Tensor, allowed: Tensor) -> Tensor:
 def weighted_cross_entropy(logits: Tensor, batch: Batch, weight: Tensor | None = None) -> Tensor:
     """``mean_i weight[y_i] CE_i``: divided by the number of rows or valid pixels, not by the sum of weights."""
     y = batch.y.long()
-    losses = kernels.cross_entropies(logits, y, IGNORE)
+    losses = ops.cross_entropies(logits, y, IGNORE)
     if weight is not None:
         losses = losses * weight[y.clamp(max=logits.shape[1] - 1)]
     return mean_over(losses, batch)

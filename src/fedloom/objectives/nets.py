@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedloom import kernels
+from fedloom import ops
 from fedloom.types import Leaves
 
 
@@ -22,5 +22,5 @@ def two_layers(name: str, inputs: int, hidden: int, outputs: int, generator: np.
 
 def apply_two_layers(leaves: Leaves, name: str, x: Tensor) -> Tensor:
     """``W2 relu(W1 x + b1) + b2`` of the leaves that begin with ``name``."""
-    hidden = torch.relu(kernels.linear(x, leaves[f"{name}.0.weight"], leaves[f"{name}.0.bias"]))
-    return kernels.linear(hidden, leaves[f"{name}.1.weight"], leaves[f"{name}.1.bias"])
+    hidden = torch.relu(ops.linear(x, leaves[f"{name}.0.weight"], leaves[f"{name}.0.bias"]))
+    return ops.linear(hidden, leaves[f"{name}.1.weight"], leaves[f"{name}.1.bias"])

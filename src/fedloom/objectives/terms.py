@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from fedloom import kernels
+from fedloom import ops
+from fedloom.ops import operator
 from fedloom.slots import Term
 from fedloom.types import Batch, Leaves, Seen
 from fedloom.view import View
@@ -23,6 +24,17 @@ def apart(x: Tensor, anchor: Tensor, dtype: torch.dtype | None = None) -> Tensor
     return x - anchor if dtype is None else x.to(dtype) - anchor.to(dtype)
 
 
+def half_squares_of_all(x: Sequence[Tensor], anchor: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """``1/2 sum_l ||x_l - anchor_l||^2`` of every client: tensors of x have a client axis, anchors have none.
+
+    Example:
+        >>> half_squares_of_all([torch.tensor([[1.0, 2.0], [3.0, 4.0]])], [torch.tensor([1.0, 1.0])], torch.float64)
+        tensor([0.5000, 6.5000], dtype=torch.float64)
+    """
+    gaps = [apart(v, a, dtype) for v, a in zip(x, anchor, strict=True)]
+    return 0.5 * torch.stack([(gap**2).reshape(len(gap), -1).sum(1) for gap in gaps], 1).sum(1)
+
+
 def quadratic(
     names: tuple[str, ...],
     leaves: Leaves,
@@ -35,14 +47,29 @@ def quadratic(
     It is computed in ``dtype``; None for that of the leaves.
     """
     if seen is None or not any(n in seen.gate for n in names):
-        value = kernels.half_squares([leaves[n] for n in names], [anchor[n] for n in names], dtype)
-        if value is not None:
-            return value
-    parts = []
-    for name in names:
-        gap = apart(leaves[name], anchor[name], dtype)
-        parts.append(kernels.squared_length(gap if seen is None else seen.gated(name, gap)))
-    return 0.5 * torch.stack(parts).sum() if parts else torch.zeros(())
+        return half_squares([leaves[n] for n in names], [anchor[n] for n in names], dtype)
+    return _half_squares([seen.gated(n, apart(leaves[n], anchor[n], dtype)) for n in names])
+
+
+@operator
+def half_squares(x: Sequence[Tensor], anchor: Sequence[Tensor], dtype: torch.dtype | None = None) -> Tensor:
+    """``1/2 sum_l ||x_l - anchor_l||^2``, computed in a type; None for that of the two."""
+    return _half_squares([apart(v, a, dtype) for v, a in zip(x, anchor, strict=True)])
+
+
+def _half_squares(gaps: Sequence[Tensor]) -> Tensor:
+    return 0.5 * torch.stack([ops.squared_length(gap) for gap in gaps]).sum() if gaps else torch.zeros(())
+
+
+@operator
+def inner_products(x: Sequence[Tensor], plus: Sequence[Tensor], minus: Sequence[Tensor]) -> Tensor:
+    """``sum_l <plus_l - minus_l, x_l>``."""
+    return _inner_products([p - m for p, m in zip(plus, minus, strict=True)], x)
+
+
+def _inner_products(directions: Sequence[Tensor], x: Sequence[Tensor]) -> Tensor:
+    parts = [(d * v).sum() for d, v in zip(directions, x, strict=True)]
+    return torch.stack(parts).sum() if parts else torch.zeros(())
 
 
 def inner_product(
@@ -56,14 +83,10 @@ def inner_product(
     def fn(view: View, batch: Batch, seen: Seen) -> Tensor:
         plus, less = direction(seen), None if minus is None else minus(seen)
         names = [n for n in view.trained if n in plus]
+        own = [view.leaves[n] for n in names]
         if less is not None and not any(n in seen.gate for n in names):
-            value = kernels.inner_products(*([own[n] for n in names] for own in (view.leaves, plus, less)))
-            if value is not None:
-                return value
-        parts = []
-        for name in names:
-            chosen = plus[name] if less is None else plus[name] - less[name]
-            parts.append((seen.gated(name, chosen) * view.leaves[name]).sum())
-        return torch.stack(parts).sum() if parts else torch.zeros(())
+            return inner_products(own, [plus[n] for n in names], [less[n] for n in names])
+        chosen = [plus[n] if less is None else plus[n] - less[n] for n in names]
+        return _inner_products([seen.gated(n, d) for n, d in zip(names, chosen, strict=True)], own)
 
     return Term(owner=owner, fn=fn)

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedloom import kernels
+from fedloom import ops
 from fedloom.aggregators.block_sampling import block_of, sampled
 from fedloom.errors import Conflict, UserError
 from fedloom.record import Method
@@ -304,8 +304,8 @@ def _lambda(plan: Plan, view: View, seen: Seen) -> float | Tensor:
 def _head_loss(view: View, u: Tensor, j: int, centres: tuple[Tensor, Tensor] | None = None, mu: float = 0.0) -> Tensor:
     """``CE^j``, the loss of block j's auxiliary head on its features; with centres and which are known ``CE^j + mu R^j``."""
     weight, bias = (view.leaves[f"{OWNER}:{j}.head.{p}"] for p in ("weight", "bias"))
-    gaps = None if centres is None else kernels.class_distances(u, view.batch.y.long(), *centres)
-    return view.classifier_loss(u, weight, bias, gaps, share=mu)
+    loss = view.loss(ops.linear(u, weight, bias))
+    return loss if centres is None else loss + mu * pull(u, view.batch, *centres)
 
 
 def _distance(plan: Plan, u: Tensor, batch: Batch, centres: Tensor, known: Tensor) -> Tensor:
@@ -318,7 +318,7 @@ def _nearest(u: Tensor, batch: Batch, centres: Tensor, known: Tensor) -> Tensor:
     y = batch.y.long()
     logits = -((u[:, None] - centres[None]) ** 2).sum(2)
     logits = torch.where(known > 0, logits, torch.full_like(logits, -1e9))
-    return batch.mean(known[y] * kernels.cross_entropies(logits, y))
+    return batch.mean(known[y] * ops.cross_entropies(logits, y))
 
 
 def _adapter(leaves: Leaves, j: int, centres: Tensor, plan: Plan) -> Tensor:
@@ -326,7 +326,7 @@ def _adapter(leaves: Leaves, j: int, centres: Tensor, plan: Plan) -> Tensor:
     if not plan.adapts:
         return centres
     first, last = ([leaves[f"{OWNER}:{j}.{part}.{p}"] for p in ("weight", "bias")] for part in ("hidden", "out"))
-    return kernels.linear(F.relu(kernels.linear(centres, *first)), *last)
+    return ops.linear(F.relu(ops.linear(centres, *first)), *last)
 
 
 def _build(plan: Plan, structure: Structure, generator: np.random.Generator) -> Leaves:

@@ -19,7 +19,7 @@ from fedloom.structure import Call, Structure, matches
 from fedloom.taps import points as places
 from fedloom.taps.losses import both_terms, entropy_term, information_term, weighted_terms
 from fedloom.tasks import TASKS
-from fedloom.types import Batch, Leaves, Seen, Summed
+from fedloom.types import Batch, Leaves, Seen, Summary, Summed
 from fedloom.view import View
 
 OWNER = "isr"
@@ -176,8 +176,7 @@ def _term(plan: Plan, i: int, method: Method) -> Term:
 
     def fn(view: View, batch: Batch, seen: Seen) -> Tensor:
         tap = plan.taps(view.structure)[i]
-        found, dtype = view.summary(tap.name), view.structure.dtype  # a model may compute in another one
-        z = view.feature(tap.name).to(dtype) if found is None else (found[0].to(dtype), found[1].to(dtype))
+        z: Tensor | Summary = view.summary(tap.name) if summed(view.structure) else _feature(view, tap.name)
         task = view.loss().detach() if plan.adaptive else 1.0
         if not plan.supervised(i, view.structure):
             return lam * task * entropy_term(z, batch, tap.axis)
@@ -199,9 +198,17 @@ def _term(plan: Plan, i: int, method: Method) -> Term:
 
     def taps(structure: Structure) -> tuple[str, ...]:
         tap = plan.taps(structure)[i]
-        return (Summed(tap.name) if lam and tap.axis == 1 and structure.task != "segmentation" else tap.name,)
+        return (Summed(tap.name) if summed(structure) else tap.name,)
+
+    def summed(structure: Structure) -> bool:
+        return bool(lam) and plan.taps(structure)[i].axis == 1 and structure.task != "segmentation"
 
     return Term(owner=owner, fn=fn, phases=enters, copy=None, taps=taps)
+
+
+def _feature(view: View, name: str) -> Tensor:
+    """A feature in the run's floating type: a model may compute in another one."""
+    return view.feature(name).to(view.structure.dtype)
 
 
 def _fits(method: Method, phase: Phase, structure: Structure) -> bool:

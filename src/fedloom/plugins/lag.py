@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fedloom import tree
 from fedloom.aggregators import similarity
-from fedloom.aggregators.sides import disagreeing, ended, gram, grams, pairs_below
+from fedloom.aggregators.sides import ended, gram, pairs_below
 from fedloom.errors import Conflict, UserError
 from fedloom.record import Method
 from fedloom.reducers import mean, stack
@@ -103,15 +103,13 @@ class _Lag:
         gated = [i.name for i in cohort.structure.leaves if f"gate:{i.name}" in memory]
         layers = self.layers(cohort.structure, gated)
         updates = reduced["lag"]
-        named = [leaf for leaves in layers.values() for leaf in leaves]
-        side = similarity.at_once({leaf: updates[leaf] for leaf in named})  # an operation for all, not one for each
-        rated = self.rate([[updates[leaf] for leaf in leaves] for leaves in layers.values()], side)
+        rated = self.rate([[updates[leaf] for leaf in leaves] for leaves in layers.values()])
         made = dict(memory)
         if self.k:
             off = set(tree.off(_common(memory, "gate:")))
             fixed = layers if self.select == "conflict" else self.choose(dict.fromkeys(layers, 0.0))
             stored = [leaf for name in fixed for leaf in layers[name]]
-            reduced, made = self.average(reduced, made, cohort, stored, off, side if stored == named else None)
+            reduced, made = self.average(reduced, made, cohort, stored, off)
         return {**reduced, "asked": {"scores": rated}}, made
 
     def decide(self, memory: Leaves, told: Mapping[str, Array], cohort: Cohort) -> Leaves:
@@ -134,23 +132,14 @@ class _Lag:
                 made |= {f"gate:{n}": v for n, v in zip(turned, values, strict=True)}
         return made
 
-    def rate(self, layers: Sequence[Sequence[Tensor]], side: Tensor | None = None) -> Tensor:
-        """The score of each layer, still on the device; a few Gram matrices are there at a time.
-
-        Args:
-            layers: the updates of each layer's leaves.
-            side: all of them side by side (clients x numbers), where there is room.
-        """
-        clients = layers[0][0].shape[0]
-        some = max(1, similarity.CHUNK // clients**2)
-        if side is not None and some >= len(layers):
-            widths = [sum([u.numel() for u in updates]) // clients for updates in layers]
-            return _variance(grams(side, widths)) if self.score == "variance" else disagreeing(side, widths, self.xi)
+    def rate(self, layers: Sequence[Sequence[Tensor]]) -> Tensor:
+        """The score of each layer, from the updates of its leaves, still on the device; a few Gram matrices are there at a time."""
+        some = max(1, similarity.CHUNK // layers[0][0].shape[0] ** 2)
         found = []
         for start in range(0, len(layers), some):
             products = torch.stack([gram(updates) for updates in layers[start : start + some]])
             found.append(_variance(products) if self.score == "variance" else pairs_below(products, self.xi))
-        return found[0] if len(found) == 1 else torch.cat(found)
+        return torch.cat(found)
 
     def average(
         self,
@@ -159,12 +148,10 @@ class _Lag:
         cohort: Cohort,
         leaves: Sequence[str],
         personal: Collection[str],
-        side: Tensor | None = None,
     ) -> tuple[Message, Leaves]:
         """Eq. 4 of personal layers too: the mean of the clients' values, for newcomers and for layers that return.
 
-        Clients send how far they moved from their own start; the server stores what each has (as the paper's does). Their updates
-        may be there ``side`` by side already.
+        Clients send how far they moved from their own start; the server stores what each has (as the paper's does).
         """
         if not leaves:
             return reduced, memory
@@ -173,13 +160,11 @@ class _Lag:
         widths = [cohort.leaves[leaf].numel() for leaf in leaves]
         parts = _parts(leaves, widths, personal)
         sent = torch.cat([cohort.leaves[leaf].reshape(-1) for leaf in leaves])
-        some = len(cohort) if side is not None else max(1, similarity.CHUNK // len(sent))
+        some = max(1, similarity.CHUNK // len(sent))
         mean: Tensor | None = None
         for first in range(0, len(cohort), some):
-            ids, moved, own = cohort.ids[first : first + some], side, None
-            if moved is None:
-                each = [reduced["lag"][leaf][first : first + some].reshape(len(ids), -1) for leaf in leaves]
-                moved = torch.cat(each, 1)
+            ids, own = cohort.ids[first : first + some], None
+            moved = torch.cat([reduced["lag"][leaf][first : first + some].reshape(len(ids), -1) for leaf in leaves], 1)
             if any(kept for _, kept in parts):
                 own = [memory.get(f"{VALUE}{client}", sent) for client in ids]
             values, away = ended(moved, sent, own, parts, weights[first : first + some])

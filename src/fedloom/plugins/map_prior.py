@@ -9,9 +9,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fedloom import kernels
 from fedloom.errors import Conflict, UnknownName, UserError
 from fedloom.objectives import apart, quadratic
+from fedloom.objectives.terms import half_squares_of_all
 from fedloom.priors import PRIORS, Gaps, Gaussian, Laplace, Prior, gaussian
 from fedloom.record import Method
 from fedloom.reducers import Reducer, maximum, mean, stack
@@ -85,7 +85,7 @@ class _Map:
         if self.plain:
             if seen.n.dim() and names:
                 theirs, common = [leaves[n] for n in names], [gamma[n] for n in names]
-                return self.prior.scale() * kernels.half_squares_of_all(theirs, common, dtype or theirs[0].dtype)
+                return self.prior.scale() * half_squares_of_all(theirs, common, dtype or theirs[0].dtype)
             return self.prior.scale() * quadratic(names, leaves, gamma, dtype=dtype)
         gaps = {n: apart(leaves[n], gamma[n], dtype) for n in names}
         parts = [self.prior.penalty(gap, self.scale(n, seen), self.learnt(n, seen)) for n, gap in gaps.items()]

@@ -8,10 +8,10 @@ from typing import Literal
 from torch import Tensor
 
 from fedloom.errors import UserError
+from fedloom.ops import pooled
 from fedloom.record import Method
 from fedloom.registry import plugin
 from fedloom.slots import Term
-from fedloom.taps.losses import pooled
 from fedloom.types import Batch, Seen
 from fedloom.uploads.prototypes import OWNER, class_sweep, feature_width, pull, with_prototypes
 from fedloom.view import View

@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedloom import kernels
+from fedloom import ops
+from fedloom.ops import pooled
 from fedloom.resizing import resized
 from fedloom.types import Batch, Summary
 from fedloom.view import View
 
 
-def pooled(z: Tensor, axis: int = 1) -> Tensor:
-    """Rows x channels: the mean over all positions (pixels of a map, tokens)."""
-    z = z.movedim(axis, 1)
-    if z.dim() == 2:
-        return z
-    flat = z.flatten(2)
-    # A mean divides its gradient once it is spread over the map, a pass over memory; sums of 16 bits would lose digits.
-    return flat.mean(2) if z.dtype in (torch.float16, torch.bfloat16) else flat.sum(2) / flat.shape[2]
-
-
 def adapted(z: Tensor, weight: Tensor, bias: Tensor, axis: int, like: Tensor, *, dense: bool) -> Tensor:
     """Output of an adapter: a 1x1 convolution resized to the labels for dense tasks, else linear on pooled features."""
     if not dense:
-        return kernels.linear(pooled(z, axis), weight, bias)
+        return ops.linear(pooled(z, axis), weight, bias)
     logits = F.conv2d(z.movedim(axis, 1), weight[:, :, None, None], bias)
     return resized(logits, like.shape[-2:])
 
@@ -40,7 +30,7 @@ def information_term(view: View, z: Tensor | Summary, weight: Tensor, bias: Tens
     """
     if view.structure.task == "segmentation" and isinstance(z, Tensor):
         return view.loss(adapted(z, weight, bias, axis, view.batch.y, dense=True))
-    return view.classifier_loss(_means(z, axis), weight, bias)
+    return view.loss(ops.linear(_means(z, axis), weight, bias))
 
 
 def entropy_term(z: Tensor | Summary, batch: Batch, axis: int = 1) -> Tensor:
@@ -56,11 +46,7 @@ def entropy_term(z: Tensor | Summary, batch: Batch, axis: int = 1) -> Tensor:
 
     Reference: OmniISR, eq. 4, as a mean.
     """
-    if isinstance(z, tuple):
-        return batch.mean(z[1])
-    z = z.movedim(axis, 1)
-    found = _summarised(z)
-    return batch.mean(_entropies(z) if found is None else found[1])
+    return batch.mean(_summary(z, axis)[1])
 
 
 def both_terms(
@@ -68,7 +54,7 @@ def both_terms(
 ) -> tuple[Tensor, Tensor]:
     """``MI_m`` and ``NE_m`` of one feature, as :func:`information_term` and :func:`entropy_term` have them.
 
-    Where the adapter reads pooled features, a kernel makes both means over positions in one pass, and their gradient in another.
+    Where the adapter reads pooled features, both need one summary.
     """
     if view.structure.task == "segmentation":
         return information_term(view, z, weight, bias, axis), entropy_term(z, batch, axis)
@@ -79,12 +65,11 @@ def both_terms(
 def weighted_terms(
     view: View, z: Tensor | Summary, weight: Tensor, bias: Tensor, alpha: float, lam: float, axis: int = 1
 ) -> Tensor:
-    """``alpha MI_m + lambda NE_m`` of one feature: :func:`both_terms` with weights that are numbers, which a kernel adds up."""
-    if view.structure.task == "segmentation":
-        value = alpha * information_term(view, z, weight, bias, axis)
-        return value + lam * entropy_term(z, view.batch, axis) if lam else value
-    u, entropies = _summary(z, axis) if lam else (_means(z, axis), None)
-    return view.classifier_loss(u, weight, bias, entropies, scale=alpha, share=lam)
+    """``alpha MI_m + lambda NE_m`` of one feature."""
+    if not lam:
+        return alpha * information_term(view, z, weight, bias, axis)
+    information, entropy = both_terms(view, z, weight, bias, view.batch, axis)
+    return alpha * information + lam * entropy
 
 
 def _means(z: Tensor | Summary, axis: int) -> Tensor:
@@ -92,19 +77,4 @@ def _means(z: Tensor | Summary, axis: int) -> Tensor:
 
 
 def _summary(z: Tensor | Summary, axis: int) -> Summary:
-    if isinstance(z, tuple):
-        return z
-    z = z.movedim(axis, 1)
-    found = _summarised(z)
-    return (pooled(z), _entropies(z)) if found is None else found
-
-
-def _summarised(z: Tensor) -> Summary | None:
-    """Both by one kernel where it serves; a feature without positions has one."""
-    return kernels.summarised(z[:, :, None] if z.dim() == 2 else z)
-
-
-def _entropies(z: Tensor) -> Tensor:
-    """Per row the mean over positions of ``sum_c p_c log p_c``; channels are axis 1."""
-    logs = F.log_softmax(z, 1)
-    return (logs.exp() * logs).sum(1).reshape(z.shape[0], -1).mean(1)
+    return z if isinstance(z, tuple) else ops.channel_summary(z.movedim(axis, 1))

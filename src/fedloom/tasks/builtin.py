@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedloom import kernels
 from fedloom.errors import UserError
+from fedloom.ops import cross_entropies, operator
 from fedloom.tasks.base import Metrics, Task
 from fedloom.types import Batch, Leaves
 
@@ -47,19 +47,14 @@ def per_class(confusion: Tensor) -> dict[str, Tensor]:
 # Classification -------------------------------------------------------------------------------------------
 
 
-def _ce_mean(output: Tensor, batch: Batch) -> Tensor:
-    if batch.mask is None and not kernels.serves(output):
-        return F.cross_entropy(output, batch.y)
-    return batch.mean(kernels.cross_entropies(output, batch.y))
-
-
-def plain(task: Task) -> bool:
-    """Whether a task's loss is the mean of its rows' cross-entropies, no more: a kernel may then make it."""
-    return task.mean is _ce_mean
+@operator
+def mean_cross_entropy(output: Tensor, batch: Batch) -> Tensor:
+    """The mean over the real rows of ``-log p_y``."""
+    return F.cross_entropy(output, batch.y) if batch.mask is None else batch.mean(cross_entropies(output, batch.y))
 
 
 def _ce_statistics(output: Tensor, batch: Batch) -> Leaves:
-    losses = kernels.cross_entropies(output, batch.y)
+    losses = cross_entropies(output, batch.y)
     return {
         "loss": batch.sum(losses.double()),
         "confusion": _confusion(output.argmax(1), batch.y, batch.mask, output.shape[1]),
@@ -192,7 +187,7 @@ def _pixel_weights(y: Tensor, weights: Sequence[float] | None, dtype: torch.dtyp
 
 def _pixel_losses(output: Tensor, y: Tensor, weights: Sequence[float] | None) -> tuple[Tensor, Tensor]:
     """Weighted losses and weights of each row, summed over its pixels."""
-    losses = kernels.cross_entropies(output, y, IGNORE)
+    losses = cross_entropies(output, y, IGNORE)
     weight = _pixel_weights(y, weights, losses.dtype)
     losses = losses if weights is None else losses * weight
     return losses.flatten(1).sum(1), weight.flatten(1).sum(1)
@@ -282,12 +277,12 @@ def _check_pixels(width: int, y: Tensor, who: str) -> None:
 
 TASKS: dict[str, Task] = {
     "classification": Task(
-        kernels.cross_entropies,
+        cross_entropies,
         predict=lambda out: out.argmax(1),
         primary="accuracy",
         higher_is_better=True,
         name="classification",
-        mean=_ce_mean,
+        mean=mean_cross_entropy,
         statistics=_ce_statistics,
         summarise=_ce_metrics,
         classes=True,

@@ -25,7 +25,6 @@ from fedloom.engines.vectorised.feed import Pools, Tick
 from fedloom.engines.vectorised.shelves import Shelf, renewed
 from fedloom.engines.vectorised.stepper import Known, MappedStepper
 from fedloom.engines.vectorised.traced import common_of, watched
-from fedloom.kernels.rehearsals import rehearsed
 from fedloom.optim import OptState
 from fedloom.stepping import objective
 from fedloom.transfer import onto
@@ -104,8 +103,6 @@ class Arenas:
             what: the name of it in a note.
         """
         before, cuda = tree.copies(mutable), mutable[0].is_cuda
-        if rehearsed(body, mutable[0]):  # its kernels are compiled side by side
-            tree.overwrite(mutable, before)
         try:
             if cuda:
                 # One stream for all trials: memory that is freed on a stream is of use to that stream alone.
@@ -262,9 +259,7 @@ class GraphedStepper(MappedStepper):
             self.clients = len(self.desk.participants)
             if self.tick.clients != self.clients:
                 super().narrow(self.tick.clients)
-        batch = self.feed.batch(self.tick)
-        self.rehearse(batch)
-        super().step(batch, active)
+        super().step(self.feed.batch(self.tick), active)
         if self.groups:
             self.arenas.used[self.name] = self.known()
 

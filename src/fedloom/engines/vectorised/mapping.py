@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fedloom.kernels import attention
+from fedloom.engines.vectorised import attention
 
 
 def over_clients(fn: Callable[..., Any]) -> Callable[..., Any]:

@@ -6,7 +6,6 @@ clients before them: slices along axis 0 are views, so that nothing is copied an
 
 from __future__ import annotations
 
-import copy
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any
@@ -15,13 +14,11 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from fedloom import kernels
 from fedloom.bound import Bound, BoundPhase
 from fedloom.client import Desk
 from fedloom.engines.vectorised.feed import Pools, Tick
 from fedloom.engines.vectorised.mapping import over_clients
 from fedloom.engines.vectorised.traced import Attached, Traces
-from fedloom.kernels.rehearsals import rehearsed
 from fedloom.optim import OptState
 from fedloom.stepping import Stepper
 from fedloom.types import EACH, Batch, Leaves, Memory
@@ -165,22 +162,12 @@ class MappedStepper(Stepper):
         if trace is not None:
             losses, grads, self.carry = trace(packed, self.carry, step)
             return losses, grads
-        with kernels.put_off() as pulls:
-            losses, self.carry = self.mapped(self.leaves, self.private, packed, self.carry, step)
-            if not losses.requires_grad:
-                return losses, None
-            total, fill = losses.sum(), bool(self.groups)
-            found = torch.autograd.grad(total, self.params, allow_unused=True, materialize_grads=fill)
-        return losses.detach(), kernels.completed(found, self.params, pulls)
-
-    def rehearse(self, batch: Batch) -> None:
-        """Has the kernels of the first step compiled, all at a time; nothing is kept of its gradients."""
-        if self.groups or self.made:
-            return
-        twin, specs = copy.copy(self), self.desk.bound.specs
-        twin.leaves = {n: v.clone() if specs[n].buffer else v for n, v in self.leaves.items()}
-        # Copied: a model may change its input in place.
-        rehearsed(lambda: twin.gradients(pytree.tree_map(lambda t: t.clone(), batch.packed())), batch.y)
+        losses, self.carry = self.mapped(self.leaves, self.private, packed, self.carry, step)
+        if not losses.requires_grad:
+            return losses, None
+        total, fill = losses.sum(), bool(self.groups)
+        found = torch.autograd.grad(total, self.params, allow_unused=True, materialize_grads=fill)
+        return losses.detach(), list(found)
 
     def mapped(
         self, leaves: Leaves, private: dict[str, Any], packed: dict[str, Any], carry: Memory, step: Tensor

@@ -1,0 +1,18 @@
+"""Formulas in plain torch, of some of which a device may have faster implementations (:mod:`fedloom.ops.dispatch`)."""
+
+from fedloom.ops.dispatch import operator
+from fedloom.ops.features import channel_summary, pooled
+from fedloom.ops.losses import cross_entropies
+from fedloom.ops.mapped import in_autocast_type, is_batched
+from fedloom.ops.products import linear, squared_length
+
+__all__ = [
+    "channel_summary",
+    "cross_entropies",
+    "in_autocast_type",
+    "is_batched",
+    "linear",
+    "operator",
+    "pooled",
+    "squared_length",
+]

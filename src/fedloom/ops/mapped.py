@@ -1,0 +1,31 @@
+"""Tensors inside ``vmap``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def is_batched(x: Tensor) -> bool:
+    """Whether a tensor is one client's inside ``vmap``."""
+    return bool(torch._C._functorch.is_batchedtensor(x))
+
+
+def in_autocast_type(x: Tensor, w: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Inputs of a product in the type of autocast, which leaves products under ``vmap`` alone."""
+    kind = x.device.type
+    if not torch.is_autocast_enabled(kind) or not is_batched(x):
+        return x, w, bias
+    dtype = torch.get_autocast_dtype(kind)
+    return x.to(dtype), w.to(dtype), None if bias is None else bias.to(dtype)
+
+
+def clients_at(value: Any, axis: int | None, clients: int, place: int = 0) -> Any:
+    """A tensor with the client axis in front, or at a place; one that all clients share is expanded, not copied."""
+    if not isinstance(value, Tensor):
+        return value
+    if axis is not None:
+        return value if axis == place else value.movedim(axis, place)  # itself: who asks for a gradient is known by it
+    return value.unsqueeze(place).expand(*value.shape[:place], clients, *value.shape[place:])

@@ -1,0 +1,101 @@
+"""The kernels are a package of their own: nothing imports it, and without it everything runs by the plain formulas."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import fedloom as fl
+from fedloom.ops import dispatch
+
+PACKAGE = Path(fl.__file__).parent
+METHODS = ("fedavg + isr", "fedaims", "fedlag", "fedmap", "scaffold")
+SCRIPT = """
+import json, sys, warnings
+import torch
+from torch import nn
+import fedloom as fl
+
+warnings.simplefilter("ignore")
+torch.set_num_threads(1)
+
+def data():
+    draw = torch.Generator().manual_seed(0)
+    parts = [(torch.randn(n, 1, 8, 8, generator=draw).numpy(), (torch.arange(n) % 3).numpy()) for n in (9, 14, 5, 7)]
+    return fl.Federation.from_arrays([(own, own) for own in parts])
+
+def model():
+    block = lambda i, o: nn.Sequential(nn.Conv2d(i, o, 3, padding=1), nn.BatchNorm2d(o), nn.ReLU(), nn.MaxPool2d(2))
+    return nn.Sequential(block(1, 4), block(4, 6), nn.Dropout(0.2), nn.Flatten(), nn.Linear(24, 8), nn.ReLU(), nn.Linear(8, 3))
+
+def sums(method, engine):
+    options = dict(rounds=2, epochs=1, batch_size=4, precision="fp64", progress=False, device="cpu", optimizer=fl.sgd(0.05))
+    result = fl.fit(method, model, data(), engine=engine, **options)
+    return [float(v.double().abs().sum()) for v in result.run.state.leaves.values()]
+
+found = {f"{engine} {method}": sums(method, engine) for engine in ("loop", "vectorised") for method in METHODS}
+"""
+
+
+def test_runs_without_the_kernels(tmp_path: Path) -> None:
+    """As with them, to the last bit, on both engines."""
+    folder = shutil.copytree(PACKAGE, tmp_path / "fedloom", ignore=shutil.ignore_patterns("gpu", "__pycache__"))
+    assert not (folder / "gpu").exists()
+    found = []
+    for path in (tmp_path, PACKAGE.parent):
+        code = f"METHODS = {METHODS!r}\n{SCRIPT}\nprint(json.dumps([fl.__file__, 'fedloom.gpu' in sys.modules, found]))"
+        paths = os.pathsep.join([str(path), *filter(None, [os.environ.get("PYTHONPATH")])])
+        environment = {**os.environ, "PYTHONPATH": paths, "TRITON_INTERPRET": "0"}
+        done = subprocess.run([sys.executable, "-P", "-c", code], env=environment, capture_output=True, text=True)
+        assert not done.returncode, done.stderr
+        where, loaded, sums = json.loads(done.stdout.splitlines()[-1])
+        assert Path(where).is_relative_to(path)
+        assert not loaded  # on a CPU nobody asks for them
+        found.append(sums)
+    assert found[0] == found[1]
+
+
+def imported(tree: ast.AST, package: tuple[str, ...]) -> Iterator[str]:
+    """Names of all modules that a file imports, anywhere in it."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else ()
+            start = ".".join((*base, *filter(None, [node.module])))
+            yield start
+            yield from (f"{start}.{alias.name}" for alias in node.names)
+
+
+def test_no_other_package_imports_the_kernels() -> None:
+    for path in sorted(PACKAGE.rglob("*.py")):
+        inside = path.relative_to(PACKAGE.parent).parent.parts
+        if inside[:2] == ("fedloom", "gpu"):
+            continue
+        names = set(imported(ast.parse(path.read_text()), inside))
+        assert not {n for n in names if n == "fedloom.gpu" or n.startswith("fedloom.gpu.")}, path
+
+
+def test_where_a_faster_one_does_not_serve_the_plain_formula_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "_plain", {})
+    monkeypatch.setattr(dispatch, "_faster", {})
+
+    @dispatch.operator
+    def doubled(x: torch.Tensor, *, once: bool = False) -> torch.Tensor:
+        return x if once else 2 * x
+
+    one = torch.ones(1)
+    assert doubled(one).item() == 2
+    dispatch.register({"doubled": lambda x, once=False: None if once else 3 * x})
+    assert [doubled(one).item(), doubled(one, once=True).item()] == [3, 1]
+    with pytest.raises(AssertionError, match="no operators: other"):
+        dispatch.register({"other": doubled})
