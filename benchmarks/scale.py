@@ -123,13 +123,13 @@ def lag(clients: int) -> dict[str, float]:
     """LAG's score of one layer: every pair by hand, and as a matrix product."""
     import torch
 
-    from fedloom.aggregators.sides import gram
+    from fedloom.aggregators.pairs import gram
     from fedloom.plugins.lag import conflicts
 
     torch.set_num_threads(1)
     updates = torch.randn(clients, 512, 64, generator=torch.Generator().manual_seed(0))
     begun = time.perf_counter()
-    found = conflicts(gram([updates]), 0.0)
+    found = int(conflicts(gram([updates]), 0.0))
     product = time.perf_counter() - begun
     flat = updates.reshape(clients, -1).double()
     some = list(itertools.islice(itertools.combinations(range(clients), 2), 2000))

@@ -21,7 +21,7 @@ from gpu import fitted, pictures
 from torch.profiler import ProfilerActivity, profile
 
 import fedloom as fl
-from fedloom import transfer
+from fedloom import server
 
 Clients = Sequence[tuple[Any, Any]]
 METHODS = ("fedavg", "scaffold", "fedmap", "fedavg + lag(k=2)", "fedavg + isr", "fedavg + isr + lag(k=2)", "fedaims")
@@ -39,11 +39,11 @@ def run(method: str, data: Clients, rounds: int, after: Callable[[dict[str, Any]
 def timed(method: str, data: Clients, rounds: int = 30) -> tuple[float, float]:
     """Milliseconds of a round, and of the host's waiting in it; medians from the fourth round on."""
     waiting, found = [0.0], list[tuple[float, float]]()
-    read = transfer.Answer.arrays
+    confirm = server.confirm
 
-    def waited(self: transfer.Answer) -> list[transfer.Array]:
+    def waited(pending: server.PendingRound) -> tuple[server.ServerState, server.Outcome]:
         begun = time.perf_counter()
-        value = read(self)
+        value = confirm(pending)
         waiting[0] += time.perf_counter() - begun
         return value
 
@@ -51,11 +51,11 @@ def timed(method: str, data: Clients, rounds: int = 30) -> tuple[float, float]:
         found.append((record["seconds"], waiting[0]))
         waiting[0] = 0.0
 
-    transfer.Answer.arrays = waited  # type: ignore[method-assign]
+    server.confirm = waited
     try:
         run(method, data, rounds, after)
     finally:
-        transfer.Answer.arrays = read  # type: ignore[method-assign]
+        server.confirm = confirm
     seconds, waits = zip(*found[3:], strict=True)
     return 1e3 * statistics.median(seconds), 1e3 * statistics.median(waits)
 

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import fedloom as fl
-from fedloom import transfer
-from fedloom.engines.vectorised.graphed import GraphedStepper
+from fedloom.engines.vectorised.captured import CapturedRunner
 from fedloom.run import Run
 from fedloom.types import Leaves
 
@@ -134,7 +133,7 @@ def questions_of_rounds(
 
     What is ``known`` to the host already is no question.
     """
-    waits, inside, rounds, plain_step = list[str](), list[bool](), list[list[str]](), GraphedStepper.step
+    waits, inside, rounds, plain_step = list[str](), list[bool](), list[list[str]](), CapturedRunner.run
 
     def counting(name: str) -> None:
         plain = getattr(torch.Tensor, name)
@@ -146,7 +145,7 @@ def questions_of_rounds(
 
         monkeypatch.setattr(torch.Tensor, name, ask)
 
-    def step(self: GraphedStepper, *args: Any) -> None:
+    def step(self: CapturedRunner, *args: Any) -> None:
         inside.append(True)
         plain_step(self, *args)
         inside.clear()
@@ -155,11 +154,9 @@ def questions_of_rounds(
         rounds.append([*waits])
         waits.clear()
 
-    monkeypatch.setattr(GraphedStepper, "step", step)
+    monkeypatch.setattr(CapturedRunner, "run", step)
     for name in ("item", "tolist", "__bool__", "__float__", "__int__", "cpu"):
         counting(name)
-    plain_answer = transfer.Answer.arrays
-    monkeypatch.setattr(transfer.Answer, "arrays", lambda self: waits.append("answer") or plain_answer(self))
     return rounds, after
 
 

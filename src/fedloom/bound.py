@@ -31,7 +31,7 @@ class BoundPhase:
     still: frozenset[str]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Bound:
     """A method, a network and a task that fit together.
 

@@ -141,7 +141,7 @@ class _Broken(Exception):
     """A line of the contract that does not hold."""
 
 
-class _Watching:
+class _Watching(Engine):
     """An engine that looks at what passes through it."""
 
     def __init__(self, engine: Engine) -> None:

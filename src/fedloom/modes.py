@@ -149,7 +149,8 @@ class Hybrid:
             worker.state = replace(worker.state, leaves=before.leaves)
         outcome, _ = worker.play([CLOUD], round)
         run.clients[CLOUD] = worker.clients[CLOUD]
-        return worker.state, outcome.accepted[0].loss
+        loss = outcome.accepted[0].loss
+        return worker.state, None if loss is None else float(loss)
 
 
 _IDLE: Record = {

@@ -10,9 +10,8 @@ import torch
 
 from fedloom import evaluation, rng, server
 from fedloom.bound import Bound, BoundPhase
-from fedloom.client import Desk
+from fedloom.clients.runner import ClientRunner
 from fedloom.data import Federation
-from fedloom.engines.loop import Single
 from fedloom.errors import UserError
 from fedloom.run import Run
 from fedloom.slots import Judge, Phase, Program, Send, Step
@@ -53,14 +52,14 @@ def judge(run: Run, sites: Mapping[str, Site], epochs: int) -> dict[str, Metrics
     return evaluation.own_metrics(worker.task, replies, sizes)
 
 
-def desks(run: Run, names: Iterable[str]) -> Iterator[Desk]:
+def desks(run: Run, names: Iterable[str]) -> Iterator[ClientRunner]:
     """The desks of new clients after their adaptation: their own models, ready for use."""
     sites = {n: run.new[n] for n in names}
     if not sites:
         return
     worker, program, post, people = _prepared(run, sites, run.adapt_epochs)
     for person in people:
-        desk = Desk(worker, run.work, post, [person], Single())
+        desk = ClientRunner(worker, run.work, post, [person])
         with torch.inference_mode(False), torch.enable_grad():
             desk.run(tuple(step for step in program if not isinstance(step, Judge)))
         yield desk

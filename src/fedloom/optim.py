@@ -117,7 +117,7 @@ class Optimizer:
 @operator
 def moved(optimizer: Optimizer, params: Tensors, grads: Tensors, state: OptState, lr: float | Tensor) -> Tensors:
     """The parameters after a step, which are moved in place, as is the state."""
-    state.step = state.step + 1
+    state.step += 1  # in place where it is a tensor, as in a captured step
     if optimizer.weight_decay and optimizer.name != "adamw":
         grads = list(torch._foreach_add(grads, params, alpha=optimizer.weight_decay))
     if optimizer.name == "sgd":

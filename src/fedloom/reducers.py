@@ -19,9 +19,6 @@ from fedloom import transfer, tree
 from fedloom.errors import RunError
 from fedloom.types import Leaves, Message
 
-WEIGHTS = "the weights of "
-"""Begins the name of weights that are still on the device."""
-
 
 @dataclass(frozen=True, slots=True)
 class Reducer:
@@ -37,7 +34,7 @@ class Reducer:
 
     def reduce(self, entry: str, messages: Sequence[Message], rows: Sequence[int]) -> Leaves:
         """Reduces one entry over the accepted messages, in federation order."""
-        return reduced({entry: (entry, self)}, messages, rows)[0][entry]
+        return reduced({entry: (entry, self)}, messages, rows)[entry]
 
     @property
     def sums(self) -> Hashable:
@@ -46,17 +43,19 @@ class Reducer:
             return self.weight, self.log
         return "ones" if self.kind in ("ratio", "total") else None
 
-    def shares(self, messages: Sequence[Message], rows: Sequence[int], entry: str) -> list[float] | Tensor:
-        """The weights of an entry's sum; on the device where they came from clients and are there: nobody waits for them.
+    def shares(
+        self, messages: Sequence[Message], rows: Sequence[int], entry: str, *, read_weights: bool = False
+    ) -> list[float] | Tensor:
+        """The weights of an entry's sum. Uploaded ones stay on the device, so that the host does not wait for them.
 
-        Those that do not add up to a positive finite number are an error, or not a number where they are the device's.
+        Weights that do not add up to a positive finite number are an error on the host, and NaN on the device.
         """
         if self.kind != "mean":
             return [1.0] * len(messages)
         if self.weight in ("n", "uniform"):
             return self.weights(messages, rows)
         raw = [m[self.weight]["weight"] for m in messages]
-        if _of_the_host(raw[0]) or any(v.element_size() < 4 for v in messages[0][entry].values()):
+        if read_weights or _on_host(raw[0]) or any(v.element_size() < 4 for v in messages[0][entry].values()):
             return self.weights(messages, rows)
         values = _uploaded(raw)
         if self.log:
@@ -79,7 +78,7 @@ class Reducer:
         elif self.weight == "uniform":
             raw = [1.0] * len(messages)
         else:
-            raw = transfer.read([w.reshape(()) if w.dim() else w for w in (m[self.weight]["weight"] for m in messages)])
+            raw = transfer.read_scalars([m[self.weight]["weight"] for m in messages])
             if self.log:
                 top = max(raw)
                 raw = [math.exp(v - top) for v in raw] if math.isfinite(top) else [math.nan]
@@ -90,9 +89,13 @@ class Reducer:
 
 
 def reduced(
-    wanted: Mapping[str, tuple[str, Reducer]], messages: Sequence[Message], rows: Sequence[int]
-) -> tuple[Message, Leaves]:
-    """Reduces entries over the accepted messages, in federation order, and the weights that are still on the device.
+    wanted: Mapping[str, tuple[str, Reducer]],
+    messages: Sequence[Message],
+    rows: Sequence[int],
+    *,
+    read_weights: bool = False,
+) -> Message:
+    """Reduces entries over the accepted messages, in federation order.
 
     What is added up with the same weights is added up together: an operation for each client, not one for each of its entries.
 
@@ -100,6 +103,7 @@ def reduced(
         wanted: the entry and its reducer, by the name of what is made of it.
         messages: of the clients.
         rows: their training rows.
+        read_weights: whether uploaded weights are read and checked on the host.
     """
     made: Message = {}
     alike: dict[Hashable, list[str]] = {}
@@ -118,19 +122,16 @@ def reduced(
         else:
             stacked = {k: together([v[k] for v in values]) for k in values[0]}
             made[name] = stacked if reducer.rule is None else reducer.rule(stacked)
-    unsure: Leaves = {}
     for names in alike.values():
         entry, reducer = wanted[names[0]]
-        shares = reducer.shares(messages, rows, entry)
-        if isinstance(shares, Tensor):
-            unsure[f"{WEIGHTS}{entry!r}"] = shares
+        shares = reducer.shares(messages, rows, entry, read_weights=read_weights)
         places = [(wanted[name][0], k) for name in names for k in messages[0][wanted[name][0]]]
         rows_of = [[m[e][k] for e, k in places] for m in messages]
         sums = iter(tree.weighted_sums(rows_of, shares))
         for name in names:
             entry, reducer = wanted[name]
             made[name] = reducer.finished({k: next(sums) for k in messages[0][entry]})
-    return made, unsure
+    return made
 
 
 def _uploaded(values: Sequence[Tensor]) -> Tensor:
@@ -139,8 +140,8 @@ def _uploaded(values: Sequence[Tensor]) -> Tensor:
     return together(values if alike else [v.reshape(()) for v in values]).reshape(-1).double()
 
 
-def _of_the_host(value: Tensor) -> bool:
-    """Whether the host has a value without asking for it."""
+def _on_host(value: Tensor) -> bool:
+    """Whether the host can read a value without waiting."""
     return value.is_cpu
 
 

@@ -12,7 +12,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from fedloom import newcomers
-from fedloom.client import Desk
+from fedloom.clients.runner import ClientRunner
 from fedloom.errors import UserError
 from fedloom.run import Record, Run
 from fedloom.tasks import Task
@@ -262,7 +262,7 @@ class Result:
 class Routed(nn.Module):
     """A client's model whose prediction takes the method's own route (extra leaves, a rewritten feature)."""
 
-    def __init__(self, desk: Desk) -> None:
+    def __init__(self, desk: ClientRunner) -> None:
         super().__init__()
         self._desk = desk
 

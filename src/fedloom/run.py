@@ -9,12 +9,11 @@ from typing import Any
 
 import torch
 
-from fedloom import evaluation, rng, sampling, server, tree
+from fedloom import evaluation, rng, sampling, server
 from fedloom.bound import Bound
-from fedloom.client import Desk
+from fedloom.clients.runner import ClientRunner
 from fedloom.data import Rows
 from fedloom.engines import Engine
-from fedloom.engines.loop import Single
 from fedloom.errors import RunError
 from fedloom.options import Participation
 from fedloom.server import Dispatch, Outcome, ServerState
@@ -30,8 +29,6 @@ Record = dict[str, Any]
 SERVER = "server"
 JUDGED = 1024
 """Clients that are tested at a time: what they keep is in memory together."""
-HELD = 1 << 26
-"""Bytes of clients' models up to which the tensors of a round are given up while the device is at work on the next one, not before."""
 
 
 @dataclass(slots=True)
@@ -53,8 +50,9 @@ class Run:
         moments: when the clients of a round are tested besides its end: ``before`` and ``after`` their training.
         new: clients that never take part and are adapted at the end.
         adapt_epochs: epochs of their adaptation.
-        told: what clients sent in the setup program, until the first round has counted its bytes.
-        watch: called in a round with the bound method, the server before it and the sorted replies, which it leaves as they are.
+        setup_replies: what clients sent in the setup program; the first round counts their bytes.
+        watch: called in a round with the bound method, the server's state before it and the sorted replies, which it does
+            not change.
     """
 
     bound: Bound
@@ -72,11 +70,9 @@ class Run:
     moments: tuple[str, ...] = ()
     new: Mapping[str, Site] = field(default_factory=dict)
     adapt_epochs: int = 5
-    told: list[Reply] = field(default_factory=list)
+    setup_replies: Sequence[Reply] = ()
     watch: Callable[[Bound, ServerState, Outcome], None] | None = None
     _roster: tuple[Mapping[str, Site], sampling.Roster, Mapping[str, int]] | None = None
-    _drawn: tuple[sampling.Roster, int, sampling.Drawn] | None = None
-    _gone: object = None
 
     @property
     def roster(self) -> sampling.Roster:
@@ -127,11 +123,6 @@ class Run:
         counted = getattr(self.clients, "rounds", None)  # a store knows it without reading what the client keeps
         return self.state_of(name).rounds if counted is None else int(counted(name))
 
-    def _at_hand(self, name: str) -> ClientState:
-        """What a client keeps; where it lies on disk, how often it has taken part alone."""
-        held = getattr(self.clients, "held", self.clients.get)
-        return held(name) or ClientState(rounds=self.rounds_of(name))
-
     # One round.
 
     def setup(self) -> None:
@@ -146,20 +137,20 @@ class Run:
         sent = server.plain_dispatch(self.bound, self.state, cohort)
         people = [self.participant(i, sent) for i in ids]
         replies = self.engine.run_cohort(self.bound, self.work, program, sent.post, people)
-        for reply in replies:
+        pending = server.aggregate_replies(self.bound, self.state, replies, lambda ids: self.cohort(ids, 0), "setup")
+        after, outcome = server.confirm(pending)
+        if outcome.rejected:
+            raise RunError(f"setup: no reply may be missing ({_reasons(outcome)}); nothing was stored")
+        self.state, self.setup_replies = after, outcome.accepted
+        for reply in outcome.accepted:
             self.clients[reply.id] = replace(reply.state, rounds=0)
-        self.state = server.aggregate(self.bound, self.state, replies, cohort, "setup")
-        self.told = replies
 
     def drawn(self, round: int) -> sampling.Drawn:
         """Who takes part in a round."""
-        if self._drawn is None or self._drawn[0] is not self.roster or self._drawn[1] != round:
-            everyone = self.at(round).method.schedule.participation == "all"
-            found = sampling.draw(
-                self.participation, self.trace, self.work.seed, round, self.roster, self.size, everyone=everyone
-            )
-            self._drawn = (self.roster, round, found)
-        return self._drawn[2]
+        everyone = self.at(round).method.schedule.participation == "all"
+        return sampling.draw(
+            self.participation, self.trace, self.work.seed, round, self.roster, self.size, everyone=everyone
+        )
 
     def play(
         self,
@@ -167,63 +158,50 @@ class Run:
         round: int,
         shares: Mapping[str, float] | None = None,
         dropped: Sequence[str] = (),
-        meanwhile: Callable[[Dispatch, Sequence[Reply]], None] | None = None,
     ) -> tuple[Outcome, Dispatch]:
-        """One round: prepare, clients, reduce, stages. Nothing is kept of a reply that is rejected.
+        """One round: prepare, clients, aggregate, confirm, store. Nothing is kept of a reply that is rejected.
 
         Args:
             ids: the clients that are asked.
             round: the round, from 1.
             shares: share of their steps that stragglers make.
             dropped: clients that were asked and send nothing; where all are, the round changes nothing.
-            meanwhile: called with what was sent and with the replies while the device is at work on them.
         """
         bound = self.at(round)
         if round - 1 in self.later:
             self.state = server.handed_over(bound, self.state)
         self.state, sent = server.dispatch(bound, self.state, self.cohort(ids, round))
-        working = [i for i in ids if i not in dropped]
-        if not working:
+        people = [self.participant(i, sent, (shares or {}).get(i, 1.0)) for i in ids if i not in dropped]
+        if not people:
             self.state = replace(self.state, round=round)
             return Outcome(), sent
-        people = [self.participant(i, sent, (shares or {}).get(i, 1.0)) for i in working]
         replies = self._replies(bound, sent.post, people)
-        sorting = server.Sorting(bound, self.state, replies)
-        self._gone = None
-        sorting.anticipate(lambda ids: self.cohort(ids, round))
-        sorting.send()
-        self._foresee(round + 1, {r.id: r.state for r in replies}, replace(sent.post, leaves=sorting.leaves()))
-        if meanwhile is not None and not any(sorting.faults):
-            meanwhile(sent, replies)
-        outcome = sorting.outcome(round)
+        self._prefetch(round + 1)
+        pending = server.aggregate_replies(bound, self.state, replies, lambda ids: self.cohort(ids, round))
+        after, outcome = server.confirm(pending)
         if not outcome.accepted:
-            reasons = "; ".join(f"client {r.client}: {r.reason}" for r in outcome.rejected) or "no client made a step"
+            reasons = _reasons(outcome) or "no client made a step"
             raise RunError(
                 f"round {round}: no reply could be used ({reasons}); the last good state is that of round {round - 1}"
             )
         if self.watch is not None:
             self.watch(bound, self.state, outcome)
-        self.state = sorting.aggregate(outcome.accepted, lambda ids: self.cohort(ids, round))
+        self.state = after
         for reply in outcome.accepted:
             self.clients[reply.id] = reply.state
         self._own_work(bound, round)
-        if len(people) * tree.size_in_bytes(sent.post.leaves) <= HELD:
-            self._gone = (people, sorting)
         return outcome, sent
 
-    def _foresee(self, round: int, before: Mapping[str, ClientState], post: Post) -> None:
-        """Lets engine and server plan a round before the replies of the last one are waited for, by what its clients keep and a post."""
-        foresee = getattr(self.engine, "foresee", None)
-        if foresee is None or (self.work.rounds is not None and round > self.work.rounds):
-            return
-        bound, drawn = self.at(round), self.drawn(round)
+    def _prefetch(self, round: int) -> None:
+        """Tells the engine which clients come next, before anything waits for the device. Most engines ignore it."""
 
-        def people() -> list[Participant]:
-            facts = [(i, before.get(i) or self._at_hand(i)) for i in drawn.ids if i not in drawn.dropped]
-            return [Participant(self.sites[i], state, share=drawn.shares.get(i, 1.0)) for i, state in facts]
+        def participants() -> list[Participant]:
+            drawn = self.drawn(round)
+            working = [i for i in drawn.ids if i not in drawn.dropped]
+            return [Participant(self.sites[i], ClientState(), share=drawn.shares.get(i, 1.0)) for i in working]
 
-        foresee(bound, self.work, round, people, post)
-        server.foresee(bound, self.state, self.cohort(drawn.ids, round))
+        if self.work.rounds is None or round <= self.work.rounds:
+            self.engine.prefetch(self.at(round), self.work, round, participants)
 
     def _own_work(self, bound: Bound, round: int) -> None:
         """The server's own program: the server as one more participant, with the rows that it holds."""
@@ -234,10 +212,12 @@ class Run:
         site = Site(SERVER, Rows(x, y), None, None, y.cpu().numpy(), torch.zeros(0, device=y.device))
         cohort = replace(self.cohort([], round), ids=(SERVER,), rows=(len(y),))
         _, sent = server.dispatch(bound, self.state, cohort)
-        desk = Desk(bound, self.work, sent.post, [Participant(site, ClientState())], Single())
+        desk = ClientRunner(bound, self.work, sent.post, [Participant(site, ClientState())])
         desk.run(program)
         (reply,) = desk.replies()
-        self.state = replace(self.state, leaves=server.apply(self.state.leaves, reply.message))
+        leaves = server.add_update(self.state.leaves, reply.message)
+        server.check_leaves(leaves)
+        self.state = replace(self.state, leaves=leaves)
 
     def _replies(self, bound: Bound, post: Post, people: Sequence[Participant]) -> list[Reply]:
         """The clients' work; those that have test rows are tested in between, where the run asks for it."""
@@ -288,16 +268,16 @@ class Run:
             replies += [replace(r, state=ClientState()) for r in some]
         return replies
 
-    def desk(self, name: str) -> Desk:
+    def desk(self, name: str) -> ClientRunner:
         """A client's desk after its adapt program: its own model, ready for use."""
         return next(self.desks([name]))
 
-    def desks(self, names: Iterable[str]) -> Iterator[Desk]:
+    def desks(self, names: Iterable[str]) -> Iterator[ClientRunner]:
         """The desks of several clients, one after another."""
         bound = self.at(self.state.round)
         post, addressed = self._evaluation_post(bound)
         for name in names:
-            desk = Desk(bound, self.work, post, [self._judge(name, addressed)], Single())
+            desk = ClientRunner(bound, self.work, post, [self._judge(name, addressed)])
             with torch.inference_mode(False), torch.enable_grad():  # a caller may have switched gradients off
                 desk.run(bound.method.schedule.adapt)
             yield desk
@@ -314,6 +294,10 @@ class Run:
     def _judge(self, name: str, addressed: Mapping[str, Memory]) -> Participant:
         site, owner = self.judges[name]
         return Participant(site, self.state_of(owner), dict(addressed.get(owner, {})))
+
+
+def _reasons(outcome: Outcome) -> str:
+    return "; ".join(f"client {r.client}: {r.reason}" for r in outcome.rejected)
 
 
 def rounds(
@@ -343,7 +327,6 @@ def rounds(
         times = {"seconds": played - begun, "seconds_eval": done - played, "seconds_total": done - begun}
         if after({"round": round, **facts, **metrics, **times}):
             break
-    run._gone = None
 
 
 def synchronise(run: Run) -> None:
@@ -369,25 +352,17 @@ def federated(run: Run, round: int) -> Record:
     drawn = run.drawn(round)
     newcomers = sum(run.rounds_of(i) == 0 for i in drawn.ids) if round > 1 else 0
     bound = run.at(round)
-    # Of all replies, while the device is at work on them; of fewer, if not all are accepted.
-    counted: dict[int, Record] = {}
-
-    def count(sent: Dispatch, replies: Sequence[Reply]) -> None:
-        counted[len(replies)] = traffic(bound, [*replies, *run.told], sent, drawn.ids, newcomers)
-
-    outcome, sent = run.play(drawn.ids, round, drawn.shares, drawn.dropped, count)
-    if len(outcome.accepted) not in counted:
-        count(sent, outcome.accepted)
-    losses = [r.loss for r in outcome.accepted if r.loss is not None]
+    outcome, sent = run.play(drawn.ids, round, drawn.shares, drawn.dropped)
+    losses = [float(r.loss) for r in outcome.accepted if r.loss is not None]
     record: Record = {
         "train_loss": sum(losses) / len(losses) if losses else None,
-        **counted[len(outcome.accepted)],
+        **traffic(bound, [*outcome.accepted, *run.setup_replies], sent, drawn.ids, newcomers),
         **server.reports(bound, run.state),
         "clients": list(drawn.ids),
-        "skipped": outcome.skipped,
-        "rejected": [{"client": r.client, "round": r.round, "reason": r.reason} for r in outcome.rejected],
+        "skipped": list(outcome.skipped),
+        "rejected": [{"client": r.client, "round": round, "reason": r.reason} for r in outcome.rejected],
     }
-    run.told = []
+    run.setup_replies = ()
     if run.participation.dropout:
         record["dropped"] = list(drawn.dropped)
     if run.participation.stragglers:

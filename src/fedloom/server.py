@@ -1,11 +1,11 @@
-"""The server's side of a round: what is sent, which replies are accepted, the reduce, the stages."""
+"""The server's side of a round: prepare what is sent, aggregate the replies, check them, move the leaves."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import lru_cache
-from typing import Any
+import math
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -17,6 +17,8 @@ from fedloom.reducers import Reducer
 from fedloom.types import Cohort, Leaves, Memory, Message
 from fedloom.work import Post, Reply
 
+When = Literal["round", "setup"]
+
 
 @dataclass(frozen=True, slots=True)
 class ServerState:
@@ -24,7 +26,7 @@ class ServerState:
 
     Args:
         leaves: every leaf; personal ones at their initial values.
-        memory: of the server's stages, by owner.
+        memory: memory of the server stages, by owner.
         round: number of rounds played.
     """
 
@@ -35,7 +37,14 @@ class ServerState:
 
 @dataclass(frozen=True, slots=True)
 class Dispatch:
-    """What a round begins with: the post for everybody, what is addressed to single clients, which leaves are personal now."""
+    """What the clients of a round are sent.
+
+    Args:
+        post: what everybody gets.
+        addressed: what single clients get, by client and owner.
+        keys: static key of each client.
+        personal: gated leaves that are personal in this round.
+    """
 
     post: Post
     addressed: Mapping[str, Memory]
@@ -44,69 +53,66 @@ class Dispatch:
 
 
 @dataclass(frozen=True, slots=True)
-class Draft:
-    """The server after a round while the device may still be at work on it.
-
-    Args:
-        state: the server, but for what its stages decide.
-        changed: the leaves that have moved, and weights of a mean, which are still to be looked at.
-        asked: values by which stages decide, by owner.
-        cohort: whose replies it was made of.
-    """
-
-    state: ServerState
-    changed: Leaves
-    asked: Mapping[str, Leaves]
-    cohort: Cohort
-
-    def questions(self) -> list[Tensor]:
-        """The values by which stages decide, in order."""
-        return [value for values in self.asked.values() for value in values.values()]
-
-    def decided(self, bound: Bound, told: Sequence[transfer.Array]) -> ServerState:
-        """The server after the round, given the answers to :meth:`questions`."""
-        if not self.asked:
-            return self.state
-        memory, answers = dict(self.state.memory), iter(told)
-        for stage in bound.method.server.stages:
-            if stage.decide is not None and stage.owner in self.asked:
-                values = {name: next(answers) for name in self.asked[stage.owner]}
-                kept = memory.get(stage.owner, {})
-                memory[stage.owner] = {**kept, **stage.decide(kept, values, self.cohort)}
-        return replace(self.state, memory=memory)
-
-
-@dataclass(slots=True)
 class Rejection:
     """A reply that was not accepted, and why."""
 
     client: str
-    round: int
     reason: str
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Outcome:
-    """Replies of a round, sorted."""
+    """The replies of a round, sorted.
 
-    accepted: list[Reply] = field(default_factory=list)
-    rejected: list[Rejection] = field(default_factory=list)
-    skipped: list[str] = field(default_factory=list)
+    Args:
+        accepted: replies that were aggregated. Their losses are numbers.
+        rejected: replies that are malformed or not finite.
+        skipped: clients that made no step.
+    """
+
+    accepted: Sequence[Reply] = ()
+    rejected: Sequence[Rejection] = ()
+    skipped: Sequence[str] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PendingRound:
+    """A round that was aggregated before anybody knows whether its replies are finite.
+
+    Args:
+        before: the server's state before the round.
+        after: the server's state if all candidates are finite; None where the aggregation raised an error.
+        candidates: the well-formed replies.
+        outcome: the other replies: malformed ones are rejected, clients without a step are skipped.
+        numbers: what :func:`confirm` reads, in one tensor: a number that is finite only if the candidates and the new
+            leaves are, then the loss of each candidate whose loss is still on the device.
+        aggregate: aggregates some of the candidates again, and reads uploaded weights on the host to check them.
+    """
+
+    before: ServerState
+    after: ServerState | None
+    candidates: Sequence[Reply]
+    outcome: Outcome
+    numbers: Tensor
+    aggregate: Callable[[Sequence[Reply]], ServerState]
 
 
 def opening(bound: Bound) -> ServerState:
-    """The server before round one."""
+    """The server's state before round one."""
     return ServerState(bound.start, bound.server_memory)
 
 
 def handed_over(bound: Bound, state: ServerState) -> ServerState:
-    """The server when another method takes over: what both have goes on, what the new one brings is as before round one."""
+    """The server's state when another method takes over: common leaves and memory stay, those it adds are initial."""
     leaves = {name: state.leaves.get(name, value) for name, value in bound.start.items()}
     return replace(state, leaves=leaves, memory={**bound.server_memory, **state.memory})
 
 
+# The beginning of a round.
+
+
 def dispatch(bound: Bound, state: ServerState, cohort: Cohort) -> tuple[ServerState, Dispatch]:
-    """Runs the prepare stages and makes the post of a round."""
+    """Runs the prepare stages and makes what the clients of a round are sent."""
     server = bound.method.server
     memory = dict(state.memory)
     broadcast: Memory = {}
@@ -126,15 +132,8 @@ def dispatch(bound: Bound, state: ServerState, cohort: Cohort) -> tuple[ServerSt
     return state, Dispatch(sent, addressed, keys, _personal(bound, state, sent))
 
 
-def foresee(bound: Bound, state: ServerState, cohort: Cohort) -> None:
-    """Has prepare stages that remember something tried on a round to come; nothing else is kept of it."""
-    for stage in bound.method.server.prepare:
-        if stage.ahead and stage.owner in state.memory:
-            stage.fn(state.memory[stage.owner], cohort)
-
-
 def plain_dispatch(bound: Bound, state: ServerState, cohort: Cohort) -> Dispatch:
-    """What the setup begins with: the post alone."""
+    """What the clients are sent in the setup program: no prepare stage runs."""
     addressed: dict[str, Memory] = {name: {} for name in cohort.ids}
     sent = post(bound, state, cohort, {})
     return Dispatch(sent, addressed, {}, _personal(bound, state, sent))
@@ -146,15 +145,16 @@ def _personal(bound: Bound, state: ServerState, sent: Post) -> tuple[str, ...]:
 
 
 def post(bound: Bound, state: ServerState, cohort: Cohort, broadcast: Memory, *, tested: bool = False) -> Post:
-    """The post for everybody; with ``tested``, of the model that is evaluated rather than the one that is sent."""
+    """What everybody is sent; with ``tested``, of the model that is evaluated rather than the one that is trained."""
     gate = bound.method.server.gate
     leaves, rule = state.leaves, bound.method.evaluate.tested
     gates = {} if gate is None else gate(state.memory)
     device, off = next(iter(leaves.values())).device, None
-    if gates and next(iter(gates.values())).device.type == "cpu":  # where the server decides, which then knows them
-        off = frozenset(tree.off(gates))
+    if gates and next(iter(gates.values())).is_cpu:
+        off = frozenset(tree.zero_names(gates))
         if device.type != "cpu":
-            gates = _gates_on(device, next(iter(gates.values())).dtype, tuple(gates), off)
+            values = torch.stack(list(gates.values()))
+            gates = dict(zip(gates, transfer.onto(values, device).unbind(), strict=True))
     return Post(
         leaves=rule(leaves, state.memory) if tested and rule is not None else leaves,
         broadcast=broadcast,
@@ -166,157 +166,170 @@ def post(bound: Bound, state: ServerState, cohort: Cohort, broadcast: Memory, *,
     )
 
 
-@lru_cache(maxsize=8)
-def _gates_on(device: torch.device, kind: torch.dtype, names: tuple[str, ...], off: frozenset[str]) -> Leaves:
-    """Gates on a device, a tensor each; the same ones come again from round to round."""
-    with torch.inference_mode(False):  # they are for everybody who comes later
-        host = torch.tensor([float(name not in off) for name in names], dtype=kind)
-        return dict(zip(names, transfer.onto(host, device).unbind(), strict=True))
+# The end of a round.
 
 
-class Sorting:
-    """The replies of a round while the device may still be at work on them: whole and finite ones will be accepted.
-
-    Whether they are finite is asked at once and answered in :meth:`outcome`; nobody waits before. A client that made no
-    step sends nothing and is skipped.
+def aggregate_replies(
+    bound: Bound,
+    state: ServerState,
+    replies: Sequence[Reply],
+    cohort_of: Callable[[Sequence[str]], Cohort],
+    when: When = "round",
+) -> PendingRound:
+    """Aggregates all well-formed replies as if they were finite. Does not wait for the device unless a stage does.
 
     Args:
         bound: the method.
-        state: the server before the round.
-        replies: of the clients that were asked.
+        state: the server's state before the round.
+        replies: one reply per client.
+        cohort_of: the facts of a cohort, given its clients.
+        when: the program that the clients ran.
     """
 
-    def __init__(self, bound: Bound, state: ServerState, replies: Sequence[Reply]) -> None:
-        self.bound, self.state, self.replies = bound, state, replies
-        trains = bool(bound.method.phases("round"))
-        self.skipped = [r.fault is None and trains and not any(r.steps.values()) for r in replies]
-        expected: dict[str, tuple[set[str], dict[str, torch.Size]]] = {}
-        self.faults: list[str | None] = []
-        waves = dict[int, str | None]()  # replies made side by side are alike: one of them is looked at
-        for reply, idle in zip(replies, self.skipped, strict=True):
-            fault = reply.fault
-            if not idle and fault is None:
-                if reply.beside not in waves:
-                    waves[reply.beside] = _fault(bound, reply, expected)
-                fault = waves[reply.beside]
-            self.faults.append(fault)
-        self.pending = [r for r in replies if r.unread is not None]
-        self.asked = tree.Finite()
-        # Of replies made side by side one size is known, which is asked for once.
-        sizes = {r.beside: r.size for r in replies if r.size is not None}
-        self.asked.ask_sizes(list(sizes.values()))
-        alone = [r for r in replies if r.size is None]
-        self.asked.ask([_floating(r) for r in alone])
-        told = {beside: i for i, beside in enumerate([*sizes, *(r.beside for r in alone)])}
-        self.places = [told[r.beside] for r in replies]
-        self.ahead: tuple[int, Draft] | None = None
-        self.sound, self.told = True, list[transfer.Array]()
+    def aggregate_some(some: Sequence[Reply], *, read_weights: bool = True) -> ServerState:
+        cohort = cohort_of([r.id for r in some])
+        return aggregate(bound, state, some, cohort, when, read_weights=read_weights)
 
-    def anticipate(self, cohort: Callable[[Sequence[str]], Cohort]) -> None:
-        """Aggregates as if all whole replies were finite, as they nearly always are, while the device is at work on them.
-
-        Whether the server's leaves are finite is then asked in the same breath. Where a reply is not, nothing is kept of it.
-        """
-        facts = zip(self.replies, self.skipped, self.faults, strict=True)
-        whole = [reply for reply, idle, fault in facts if not idle and fault is None]
-        if not whole or not self.pending:
-            return
+    candidates, outcome = _well_formed(bound, replies, when)
+    after: ServerState | None = None
+    if candidates:
         try:
-            draft = _aggregated(self.bound, self.state, whole, cohort([r.id for r in whole]), "round")
-        except Exception:  # it may be for a reply that is not finite: those that are accepted will tell
-            return
-        self.asked.ask([draft.changed])
-        self.ahead = (len(whole), draft)
+            after = aggregate_some(candidates, read_weights=False)
+        except Exception:
+            # A stage may fail on a reply that is not finite. `confirm` aggregates again and then raises errors of its own.
+            after = None
+    return PendingRound(state, after, candidates, outcome, _numbers(candidates, state, after), aggregate_some)
 
-    def send(self) -> None:
-        """Has all answers sent when the device is that far: what it does for the next round comes behind them."""
-        unread = [reply.unread for reply in self.pending if reply.unread is not None]
-        losses = [reducers.together(unread)] if unread else []
-        questions = [] if self.ahead is None else self.ahead[1].questions()
-        self.asked.send([*losses, *questions])
 
-    def leaves(self) -> Leaves:
-        """The server's leaves as they will be, as far as that is known before the device is waited for."""
-        return (self.state if self.ahead is None else self.ahead[1].state).leaves
+def confirm(pending: PendingRound) -> tuple[ServerState, Outcome]:
+    """Waits for the device once. If something is not finite, aggregates again without the replies that are not.
 
-    def outcome(self, round: int) -> Outcome:
-        """The replies, sorted, once the answers that were sent for are there: from here on the device is waited for."""
-        outcome = Outcome()
-        sound, told = self.asked.answer()
-        for reply, loss in zip(self.pending, told[0].tolist() if self.pending else (), strict=True):
-            reply.loss, reply.unread = loss, None
-        self.told = told[bool(self.pending) :]
-        each, rest = [sound[place] for place in self.places], sound[len(set(self.places)) :]
-        for reply, idle, fault, finite in zip(self.replies, self.skipped, self.faults, each, strict=True):
-            if idle:
-                outcome.skipped.append(reply.id)
-                continue
-            reason = fault if fault is not None or finite else _not_finite(reply)
-            if reason is None:
-                outcome.accepted.append(reply)
+    Returns the state before the round if no reply is accepted.
+
+    Raises:
+        RunError: all replies are finite and a leaf of the server is not.
+    """
+    indicator, *values = pending.numbers.tolist()
+    losses = iter(values)
+    candidates = [replace(r, loss=next(losses)) if isinstance(r.loss, Tensor) else r for r in pending.candidates]
+    finite = math.isfinite(indicator) and not any(map(_loss_fault, candidates))
+    if pending.after is not None and finite:
+        return pending.after, replace(pending.outcome, accepted=candidates)
+    faults = [first_fault(reply) for reply in candidates]
+    accepted = [reply for reply, fault in zip(candidates, faults, strict=True) if fault is None]
+    rejected = [Rejection(r.id, fault) for r, fault in zip(candidates, faults, strict=True) if fault is not None]
+    outcome = replace(pending.outcome, accepted=accepted, rejected=[*pending.outcome.rejected, *rejected])
+    if not accepted:
+        return pending.before, outcome
+    after = pending.aggregate(accepted)
+    check_leaves(after.leaves)
+    return after, outcome
+
+
+def check_leaves(leaves: Leaves) -> None:
+    """Refuses leaves of the server that are not finite.
+
+    Raises:
+        RunError: one of them holds a NaN or an infinity.
+    """
+    name = tree.first_non_finite(leaves)
+    if name is not None:
+        raise RunError(f"the server's leaf {name!r} is no longer finite after the server stages")
+
+
+# The check of replies. A reply is accepted if its message is well formed and all that it brings is finite.
+
+
+def _contents(reply: Reply) -> Iterator[tuple[str, Leaves]]:
+    """All tensors that a reply brings but its loss: what is sent, and what the client keeps."""
+    yield from reply.message.items()
+    yield "its own leaves", reply.state.leaves
+    for owner, memory in reply.state.memory.items():
+        yield f"its memory of {owner}", memory
+
+
+def first_fault(reply: Reply) -> str | None:
+    """The first thing in a reply that is not finite, in words; None where all is."""
+    for what, leaves in _contents(reply):
+        name = tree.first_non_finite(leaves)
+        if name is not None:
+            return f"{what}[{name!r}] is not finite"
+    return _loss_fault(reply)
+
+
+def _loss_fault(reply: Reply) -> str | None:
+    """Whether the loss of a client that made a step is not finite. Of no steps it is the mean of nothing, a NaN."""
+    if reply.loss is None or not any(reply.steps.values()):
+        return None
+    loss = float(reply.loss)
+    return None if math.isfinite(loss) else f"its training loss is {loss}"
+
+
+def _numbers(candidates: Sequence[Reply], before: ServerState, after: ServerState | None) -> Tensor:
+    """What decides about a round, in one tensor of the device (see :class:`PendingRound`)."""
+    values = [v for reply in candidates for _, leaves in _contents(reply) for v in leaves.values()]
+    if after is not None:
+        values += [v for name, v in after.leaves.items() if v is not before.leaves[name]]
+    indicator = tree.finite_indicator(values).reshape(1)
+    losses = [r.loss for r in candidates if isinstance(r.loss, Tensor)]
+    return torch.cat([indicator, reducers.together(losses).double()]) if losses else indicator
+
+
+def _well_formed(bound: Bound, replies: Sequence[Reply], when: When) -> tuple[list[Reply], Outcome]:
+    """The well-formed replies, and the others: malformed ones are rejected, clients that made no step are skipped."""
+    trains = when == "round" and bool(bound.method.phases("round"))
+    candidates, rejected, skipped = list[Reply](), list[Rejection](), list[str]()
+    for reply in replies:
+        if reply.fault is not None:
+            rejected.append(Rejection(reply.id, reply.fault))
+        elif trains and not any(reply.steps.values()):
+            skipped.append(reply.id)
+        else:
+            fault = _malformed(bound, reply.message, candidates[0].message if candidates else reply.message)
+            if fault is None:
+                candidates.append(reply)
             else:
-                outcome.rejected.append(Rejection(reply.id, round, reason))
-        self.sound = all(rest)
-        return outcome
-
-    def aggregate(self, accepted: Sequence[Reply], cohort: Callable[[Sequence[str]], Cohort]) -> ServerState:
-        """The server after the round, given the replies of :meth:`outcome` that were accepted."""
-        if self.ahead is None or self.ahead[0] != len(accepted):
-            return aggregate(self.bound, self.state, accepted, cohort([r.id for r in accepted]))
-        draft = self.ahead[1]
-        if not self.sound:
-            raise _broken(draft.changed)
-        return draft.decided(self.bound, self.told)
+                rejected.append(Rejection(reply.id, fault))
+    return candidates, Outcome((), rejected, skipped)
 
 
-def _floating(reply: Reply) -> Leaves:
-    """All that a reply brings, under names of its own."""
-    sent = {f"{entry} {k}": v for entry, value in reply.message.items() for k, v in value.items()}
-    return sent | reply.state.leaves
-
-
-def _fault(bound: Bound, reply: Reply, expected: dict[str, tuple[set[str], dict[str, torch.Size]]]) -> str | None:
-    """What is wrong with a reply that came."""
-    for entry, value in reply.message.items():
-        if entry not in expected:
-            known = [name for name in value if name in bound.specs] if entry in ("delta", "buffers") else []
-            expected[entry] = set(value), {name: bound.start[name].shape for name in known}
-        names, shapes = expected[entry]
-        if value.keys() != names:
+def _malformed(bound: Bound, message: Message, first: Message) -> str | None:
+    """What is wrong with the form of a message, compared with that of the first client."""
+    if message.keys() != first.keys():
+        return f"it sends {sorted(message)}, where the other clients send {sorted(first)}"
+    for entry, values in message.items():
+        if values.keys() != first[entry].keys():
             return f"entry {entry!r} has other leaves than the other clients'"
-        for name, shape in shapes.items():
-            if value[name].shape != shape:
-                return f"{entry}[{name!r}] has shape {tuple(value[name].shape)}, expected {tuple(shape)}"
+        for name in values if entry in ("delta", "buffers") else ():
+            if name in bound.specs and values[name].shape != bound.start[name].shape:
+                shape, expected = tuple(values[name].shape), tuple(bound.start[name].shape)
+                return f"{entry}[{name!r}] has shape {shape}, expected {expected}"
     return None
 
 
-def _not_finite(reply: Reply) -> str | None:
-    """What is not finite in a reply: it may be that of a client beside it."""
-    for entry, value in reply.message.items():
-        if not tree.all_finite(value):
-            return f"{entry}[{_first_bad(value)!r}] is not finite"
-    kept = reply.state.leaves
-    return None if tree.all_finite(kept) else f"its own leaf {_first_bad(kept)!r} is not finite"
-
-
-def _first_bad(leaves: Leaves) -> str:
-    return next(k for k, v in leaves.items() if not tree.all_finite({k: v}))
+# The aggregation.
 
 
 def aggregate(
-    bound: Bound, state: ServerState, accepted: Sequence[Reply], cohort: Cohort, when: str = "round"
+    bound: Bound,
+    state: ServerState,
+    replies: Sequence[Reply],
+    cohort: Cohort,
+    when: When = "round",
+    *,
+    read_weights: bool = False,
 ) -> ServerState:
-    """Reduces the accepted messages, runs the stages, and moves the server's leaves."""
-    draft = _aggregated(bound, state, accepted, cohort, when)
-    (sound,), told = tree.finite([draft.changed], draft.questions())
-    if not sound:
-        raise _broken(draft.changed)
-    return draft.decided(bound, told)
+    """The server's new state: reduces the messages, runs the server stages, moves the leaves. Changes no argument.
 
-
-def _aggregated(bound: Bound, state: ServerState, accepted: Sequence[Reply], cohort: Cohort, when: str) -> Draft:
-    """The server after a round, for which nobody waits."""
-    messages = [r.message for r in accepted]
+    Args:
+        bound: the method.
+        state: the server's state before the round.
+        replies: the replies that count.
+        cohort: the facts of their clients.
+        when: the program that the clients ran.
+        read_weights: whether uploaded weights are read and checked on the host, or used where they are.
+    """
+    messages = [r.message for r in replies]
     wanted: dict[str, tuple[str, Reducer]] = {}
     if messages:
         sent = messages[0]
@@ -324,8 +337,8 @@ def _aggregated(bound: Bound, state: ServerState, accepted: Sequence[Reply], coh
         for stage in bound.method.upload:
             if stage.when == when:
                 wanted |= stage.also
-    reduced, unsure = reducers.reduced(wanted, messages, cohort.rows)
-    memory, asked = dict(state.memory), dict[str, Leaves]()
+    reduced = reducers.reduced(wanted, messages, cohort.rows, read_weights=read_weights)
+    memory = dict(state.memory)
     off = personal_now(bound, state)
     delta = reduced.get("delta", {})
     aside = {name: delta[name] for name in off if name in delta}
@@ -336,32 +349,34 @@ def _aggregated(bound: Bound, state: ServerState, accepted: Sequence[Reply], coh
             reduced, kept = server_stage.fn(reduced, memory.get(server_stage.owner, {}), cohort)
             if server_stage.owner in memory:
                 memory[server_stage.owner] = kept
-            if server_stage.decide is not None and "asked" in reduced:
-                asked[server_stage.owner] = reduced["asked"]
-                reduced = {entry: value for entry, value in reduced.items() if entry != "asked"}
     if aside:
         reduced["delta"] = {**reduced["delta"], **aside, **reduced.get("personal", {})}
         memory = _forget(memory, bound.server_memory, off)
-    leaves, changed = _moved(state.leaves, reduced)
-    state = ServerState(leaves, memory, state.round + (when != "setup"))
-    return Draft(state, {**unsure, **changed}, asked, cohort)
+    return ServerState(add_update(state.leaves, reduced), memory, state.round + (when == "round"))
+
+
+def add_update(leaves: Leaves, reduced: Message) -> Leaves:
+    """``w + D`` for parameters and floating buffers; counters are set."""
+    steps = {**reduced.get("delta", {}), **reduced.get("buffers", {})}
+    sums = torch._foreach_add([leaves[name] for name in steps], list(steps.values())) if steps else ()
+    return {**leaves, **dict(zip(steps, sums, strict=True)), **reduced.get("counters", {})}
 
 
 def personal_now(bound: Bound, state: ServerState) -> tuple[str, ...]:
     """Gated leaves that are personal in the round that follows a state."""
     gate = bound.method.server.gate
-    return () if gate is None else tuple(tree.off(gate(state.memory)))
+    return () if gate is None else tuple(tree.zero_names(gate(state.memory)))
 
 
 def _forget(memory: Memory, initial: Memory, off: tuple[str, ...]) -> Memory:
     """The memory of stages with what belongs to personal leaves as it was before round one."""
     names = set(off)
 
-    def theirs(owner: str) -> Leaves:
+    def initial_values(owner: str) -> Leaves:
         before = initial.get(owner, {})
         return {k: v for k, v in before.items() if k in memory[owner] and names & {k, k.split("/", 1)[-1]}}
 
-    return {owner: kept | theirs(owner) for owner, kept in memory.items()}
+    return {owner: kept | initial_values(owner) for owner, kept in memory.items()}
 
 
 def reports(bound: Bound, state: ServerState) -> dict[str, Mapping[str, Any]]:
@@ -371,25 +386,3 @@ def reports(bound: Bound, state: ServerState) -> dict[str, Mapping[str, Any]]:
         if stage.report is not None:
             found[stage.owner] = stage.report(state.memory.get(stage.owner, {}))
     return found
-
-
-def apply(leaves: Leaves, reduced: Message) -> Leaves:
-    """``w + D`` for parameters and floating buffers; counters are set."""
-    moved, changed = _moved(leaves, reduced)
-    if not tree.all_finite(changed):
-        raise _broken(changed)
-    return moved
-
-
-def _moved(leaves: Leaves, reduced: Message) -> tuple[Leaves, Leaves]:
-    steps = {**reduced.get("delta", {}), **reduced.get("buffers", {})}
-    sums = torch._foreach_add([leaves[name] for name in steps], list(steps.values())) if steps else ()
-    changed = dict(zip(steps, sums, strict=True))
-    return {**leaves, **changed, **reduced.get("counters", {})}, changed
-
-
-def _broken(changed: Leaves) -> RunError:
-    bad = _first_bad(changed)
-    if bad.startswith(reducers.WEIGHTS):
-        return RunError(f"{bad} do not add up to a positive finite number in this round")
-    return RunError(f"the server's leaf {bad!r} is no longer finite after the server stages")

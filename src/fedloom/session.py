@@ -10,12 +10,11 @@ from dataclasses import dataclass, field
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from fedloom import diagnostics, evaluation, foretelling, newcomers, rng, run
+from fedloom import diagnostics, evaluation, newcomers, rng, run
 from fedloom.diagnostics.probe import Probe
 from fedloom.engines.distributed import Ranks
 from fedloom.engines.vectorised import VectorisedEngine
 from fedloom.errors import RunError
-from fedloom.foretelling import in_words
 from fedloom.loggers import Logger
 from fedloom.modes import Hybrid
 from fedloom.options import Evaluate
@@ -140,8 +139,6 @@ class Session:
             text, p = self.state.bound.method.text, self.state.bound.task.primary
             line = bar.add_task(text, total=total, completed=len(self.history))
 
-            self._estimate(bar, total)
-
             def after(record: Record) -> bool:
                 self.history.append(record)
                 self._record_engine(record)
@@ -168,7 +165,7 @@ class Session:
                 shown = "" if value is None else f"  {p} {value:.4f}"
                 if not bar.disable:
                     bar.update(line, advance=1, description=f"{text}{shown}")
-                self._foretell(bar, record, total)
+                self._show_time_left(bar, record, total)
                 return last
 
             try:
@@ -180,23 +177,11 @@ class Session:
                     self.folder.checkpoint(self._good, last=True)
                 raise
 
-    def _estimate(self, bar: Progress, total: int) -> None:
-        """Says before the first round of a long run how long it will take."""
-        left = total - len(self.history)
-        if not self.progress or self.ranks is not None or not foretelling.may_be_long(self.state):
-            return
-        each = foretelling.round_seconds(self.state)
-        if each is not None and each * left > _LONG:
-            bar.console.print(
-                f"{left} rounds will take about {in_words(each * left)} of training ({each:.1f} s a round, from a few steps; "
-                "evaluation comes on top)"
-            )
-
-    def _foretell(self, bar: Progress, record: Record, total: int) -> None:
-        """Says after the first round of a long run how long it will take."""
+    def _show_time_left(self, bar: Progress, record: Record, total: int) -> None:
+        """Prints after the first round of a long run how long it will take."""
         left = total - record["round"]
         seconds = record["seconds_total"] * left
-        compiled = getattr(self.state.engine, "step", "") == "compiled"  # in the first round that takes longest
+        compiled = getattr(self.state.engine, "step", "") == "compiled"  # compiling makes the first round the longest
         if self.progress and len(self.history) == 1 + compiled and seconds > _LONG:
             bar.console.print(
                 f"one round took {record['seconds_total']:.1f} s; {left} more take about {in_words(seconds)}"
@@ -301,6 +286,18 @@ class Session:
         if note is not None:
             self.notes.append(note)
             warnings.warn(note, stacklevel=2)
+
+
+def in_words(seconds: float) -> str:
+    """A time span in words.
+
+    Example:
+        >>> in_words(90), in_words(5000), in_words(200000)
+        ('2 min', '1.4 h', '2.3 days')
+    """
+    if seconds < 3600:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h" if seconds < 86400 else f"{seconds / 86400:.1f} days"
 
 
 def _bar(shown: bool) -> Progress:

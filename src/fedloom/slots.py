@@ -290,7 +290,6 @@ class Stage:
         when: the program whose ``Send`` runs it.
         follows: owners whose stages must come earlier if they are present.
         wire: bytes that an entry takes on the wire, ``(entry) -> int``, where it is not sent as the tensors that the server works with.
-        stacked: whether ``fn`` also takes all clients' tensors along a first axis, received ones apart, and does to each what it does to one's.
     """
 
     owner: str
@@ -301,7 +300,6 @@ class Stage:
     when: Literal["round", "setup", "server"] = "round"
     follows: tuple[str, ...] = ()
     wire: Mapping[str, Callable[[Leaves], int]] = field(default_factory=dict)
-    stacked: bool = False
 
 
 # Slot 5: server -------------------------------------------------------------------------------------------
@@ -332,13 +330,11 @@ class Prepare:
         owner: the recipe or plug-in that brings it.
         fn: the stage.
         told: the addressed tensor with the clients' static keys, if client code works from it too (``seen.key`` is then ``EACH``).
-        ahead: whether it is tried while the device is at work on the round before, since it remembers what will be of use again.
     """
 
     owner: str
     fn: Callable[[Leaves, Cohort], Prepared]
     told: str | None = None
-    ahead: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -351,10 +347,10 @@ class ServerStage:
 
     Args:
         owner: the recipe or plug-in that brings it.
-        fn: the stage: it leaves alone what it is given, since it is called again where a reply turns out not to be finite.
+        fn: the stage. It changes none of its arguments and keeps no state of its own: it is called a second time, without the
+            reply, if a reply turns out not to be finite. It may read values on the host (``scores.tolist()``), once if possible.
         memory: initial server memory of the owner, ``(facts) -> dict of tensors``.
         when: the program after whose replies it runs.
-        decide: ``(memory, told, cohort) -> changed entries``; arrays ``told`` are the values of the tensors ``reduced["asked"]``.
         report: ``(memory) -> facts`` of the round (numbers, texts, lists, dictionaries), found in its record by the owner's name.
     """
 
@@ -362,7 +358,6 @@ class ServerStage:
     fn: Callable[[Message, Leaves, Cohort], tuple[Message, Leaves]]
     memory: Callable[[Facts], Leaves] | None = None
     when: Literal["round", "setup"] = "round"
-    decide: Callable[[Leaves, Mapping[str, np.ndarray], Cohort], Leaves] | None = None
     report: Callable[[Leaves], Mapping[str, Any]] | None = None
 
 

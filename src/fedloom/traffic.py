@@ -26,24 +26,15 @@ def traffic(
             down[owner] += tree.size_in_bytes(values)
     wire = {entry: size for stage in bound.method.upload for entry, size in stage.wire.items()}
     up: Counter[str] = Counter()
-    for reply, times in _counted(replies, each=bool(wire)):
+    for reply in replies:
         for entry, value in reply.message.items():
             parts = by_kind(entry, value)
             if entry in wire:
                 parts = {next(iter(parts), entry): value}
             for kind, part in parts.items():
-                up[kind] += times * wire.get(entry, tree.size_in_bytes)(part)
+                up[kind] += wire.get(entry, tree.size_in_bytes)(part)
     totals = {"bytes_up": up.total(), "bytes_down": down.total()}
     return {**totals, "bytes_up_by_kind": dict(up), "bytes_down_by_kind": dict(down)}
-
-
-def _counted(replies: Sequence[Reply], *, each: bool) -> list[tuple[Reply, int]]:
-    """One of the replies that were made side by side, whose tensors are alike, and how many these are; or each of them."""
-    if each:
-        return [(reply, 1) for reply in replies]
-    alike = Counter(reply.beside for reply in replies)
-    first = {reply.beside: reply for reply in replies}
-    return [(first[key], times) for key, times in alike.items()]
 
 
 def bytes_down(bound: Bound, sent: Dispatch, *, newcomer: bool = False) -> dict[str, int]:

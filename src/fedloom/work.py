@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -64,17 +64,6 @@ class Participant:
     share: float = 1.0
 
 
-def leaves_of(people: Sequence[Participant], name: str, otherwise: Tensor) -> list[Tensor]:
-    """The clients' own values of a leaf, another where one has none."""
-    return [p.state.leaves.get(name, otherwise) for p in people]
-
-
-def memories_of(people: Sequence[Participant], fresh: Memory) -> dict[str, dict[str, list[Tensor]]]:
-    """The clients' values of each entry of their memory by owner; the fresh ones where they have none."""
-    own = [{**fresh, **p.state.memory} for p in people]
-    return {owner: {k: [memory[owner][k] for memory in own] for k in names} for owner, names in fresh.items()}
-
-
 @dataclass(frozen=True, slots=True)
 class Post:
     """What the server sends to everybody, and the facts of the round.
@@ -114,7 +103,7 @@ class Work:
     augment: Augmentation | None = None
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Reply:
     """What comes back from a client.
 
@@ -123,25 +112,16 @@ class Reply:
         message: its upload.
         state: what it keeps, to be stored once the reply is accepted.
         steps: optimiser steps made, by phase.
-        loss: mean of the objective over the steps of the phases, or None.
+        loss: mean of the objective over the steps of the phases, or None. A tensor on the device until the server reads
+            it together with its checks (:func:`fedloom.server.confirm`).
         judged: statistics (sums, kept rows) by name of the :class:`Judge`.
         fault: why there is nothing to use, where an engine's clients can fail to answer.
-        unread: the loss while it is still on the device: the server reads it together with its checks.
-        size: the largest size of an element of what it and the replies of clients beside it bring, still on the device, where an
-            engine has found it.
     """
 
     id: str
     message: Message
     state: ClientState
     steps: dict[str, int]
-    loss: float | None
+    loss: float | Tensor | None
     judged: dict[str, tuple[Leaves, Leaves]]
     fault: str | None = None
-    unread: Tensor | None = None
-    size: Tensor | None = None
-
-    @property
-    def beside(self) -> int:
-        """What replies made side by side, whose tensors are alike, have in common; any other has its own."""
-        return id(self if self.size is None else self.size)

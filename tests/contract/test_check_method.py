@@ -41,12 +41,13 @@ def test_a_term_that_cannot_be_mapped_is_named_by_line() -> None:
     assert "view.logits[batch.y == 0]" in str(line.problem)
 
 
-def test_a_mean_over_padding_rows_is_run_without_padding() -> None:
+def test_a_mean_over_padding_rows_is_named() -> None:
     def penalty(view: View, batch: Batch, seen: Seen) -> Tensor:
         return view.logits.square().mean()
 
     report = fl.check_method(broken(Term(owner="mine", fn=penalty)))
-    assert report, str(report)
+    (line,) = report.failed
+    assert "rows of a batch see each other" in str(line.problem)
 
 
 def test_a_branch_on_a_tensor_is_named_by_line() -> None:

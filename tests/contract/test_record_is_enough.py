@@ -295,7 +295,7 @@ def test_there_is_one_local_loop_and_one_round_loop() -> None:
                 elif text.endswith("func.grad"):
                     calls["func"].append(file.name)
     assert set(calls["backward"]) <= {"report.py"}, "what a tap costs is measured there; nothing is trained"
-    assert set(calls["grad"]) <= {"stepping.py", "stepper.py", "traced.py", "compiled.py"}, "the forms of one step"
+    assert set(calls["grad"]) <= {"step.py"}, "one gradient"
     assert set(calls["func"]) <= {"view.py"}
 
 

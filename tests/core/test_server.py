@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
 import fedloom as fl
+from fedloom import server
 from fedloom.reducers import maximum, mean, ratio, stack, total
 from fedloom.sampling import cohort_size, sample
-from fedloom.slots import ServerStage, Stage
+from fedloom.slots import Receive, Send, ServerStage, Stage, Term
+from fedloom.store.clients import ClientStore
 from tests.helpers import bn_mlp, federation, fit, mlp, run_of
 
 DATA = federation((9, 14, 5, 8))
@@ -124,7 +127,7 @@ def test_all_replies_bad_stops_the_run() -> None:
 
 @pytest.mark.parametrize("engine", ["loop", "vectorised"])
 def test_server_stages_never_act_on_a_reply_that_is_rejected(engine: str) -> None:
-    """Vectorised clients are reduced before it is known whether all are finite; where one is not, it is done again."""
+    """Replies are aggregated before it is known whether all are finite; where one is not, they are aggregated again."""
 
     def strict(reduced, memory, cohort):  # type: ignore[no-untyped-def]
         if not all(v.isfinite().all() for v in reduced["delta"].values()):
@@ -139,52 +142,98 @@ def test_server_stages_never_act_on_a_reply_that_is_rejected(engine: str) -> Non
 
 
 @pytest.mark.parametrize("engine", ["loop", "vectorised"])
-def test_a_stage_decides_by_what_it_asked_of_the_accepted_replies(engine: str) -> None:
-    """Once a round, by the numbers of the aggregate that is kept: not by those of one in which a reply is not finite."""
-    heard: list[dict[str, float]] = []
+def test_a_stage_decides_by_the_accepted_replies(engine: str) -> None:
+    """It may read values on the host. What it makes of a reply that is rejected is not kept."""
 
-    def ask(reduced, memory, cohort):  # type: ignore[no-untyped-def]
-        clients = torch.tensor(len(cohort), dtype=torch.int64)
-        asked = {"size": max(v.abs().max() for v in reduced["delta"].values()), "clients": clients}
-        return {**reduced, "asked": asked}, {**memory, "seen": memory["seen"] + 1}
-
-    def decide(memory, told, cohort):  # type: ignore[no-untyped-def]
-        heard.append(dict(told))
-        assert int(memory["seen"]) == cohort.round
-        return {"most": torch.tensor(max(float(memory["most"]), told["size"]), dtype=torch.float64)}
+    def decide(reduced, memory, cohort):  # type: ignore[no-untyped-def]
+        largest = max(v.abs().max().item() for v in reduced["delta"].values())
+        return reduced, {"calls": memory["calls"] + 1, "most": torch.tensor(max(float(memory["most"]), largest))}
 
     def begin(facts):  # type: ignore[no-untyped-def]
-        return {"seen": torch.zeros((), dtype=torch.int64), "most": torch.zeros((), dtype=torch.float64)}
+        return {"calls": torch.zeros((), dtype=torch.int64), "most": torch.zeros(())}
 
-    # A stage that comes later sees nothing of what was asked.
-    late = ServerStage(owner="late", fn=lambda r, m, c: (r, m) if "asked" not in r else ({}, m))
-    method = fl.fedavg().adding(server=(ServerStage(owner="odd", fn=ask, memory=begin, decide=decide), late))
-    for chosen, clients in ((method, 4), (poison(method, "2"), 3)):
-        heard.clear()
-        state = run_of(fit(chosen, mlp(), DATA, engine=engine, rounds=3)).state
-        rounds = heard[-3:]  # an engine may have been tried before
-        assert [told["clients"] for told in rounds] == [clients] * 3
-        assert 0 < float(state.memory["odd"]["most"]) == max(told["size"] for told in rounds)
-        assert int(state.memory["odd"]["seen"]) == 3
+    method = fl.fedavg().adding(server=(ServerStage(owner="odd", fn=decide, memory=begin),))
+    for chosen in (method, poison(method, "2")):
+        memory = run_of(fit(chosen, mlp(), DATA, engine=engine, rounds=3)).state.memory["odd"]
+        assert int(memory["calls"]) == 3
+        assert 0 < float(memory["most"]) < 10
+
+
+def poison_memory(method: fl.Method, where: str, when: str = "round") -> fl.Method:
+    """A client keeps a NaN in its memory, and sends nothing unusual."""
+    rows = float(len(DATA[where].train))
+
+    def fn(message, memory, seen):  # type: ignore[no-untyped-def]
+        return message, {"value": memory["value"] + torch.where(seen.n == rows, torch.nan, 1.0)}
+
+    begin = lambda facts: {"value": torch.zeros((), dtype=torch.float64)}  # noqa: E731
+    return method.adding(stages=(Stage(owner="bad", fn=fn, memory=begin, when=when),))
 
 
 @pytest.mark.parametrize("engine", ["loop", "vectorised"])
-def test_what_clients_send_is_no_question_of_a_stage_that_decides_nothing(engine: str) -> None:
-    heard: list[list[float]] = []
+def test_a_client_memory_that_is_not_finite_is_rejected(engine: str) -> None:
+    result = fit(poison_memory(fl.fedavg(), "2"), mlp(), DATA, engine=engine)
+    for record in result.history:
+        assert record["rejected"] == [
+            {"client": "2", "round": record["round"], "reason": "its memory of bad['value'] is not finite"}
+        ]
+    assert "2" not in run_of(result).clients
+    assert all(bool(s.memory["bad"]["value"] == 3) for s in run_of(result).clients.values())
+
+
+@pytest.mark.parametrize("engine", ["loop", "vectorised"])
+def test_a_loss_that_is_not_finite_is_rejected(engine: str) -> None:
+    """Its gradient may be finite all the same."""
+    rows = float(len(DATA["2"].train))
+
+    def spoil(view, batch, seen):  # type: ignore[no-untyped-def]
+        return torch.where(seen.n == rows, torch.inf, 0.0).to(view.loss().dtype)
+
+    result = fit(fl.fedavg().adding(terms=(Term(owner="inf", fn=spoil),)), mlp(), DATA, engine=engine)
+    for record in result.history:
+        assert [(r["client"], r["reason"]) for r in record["rejected"]] == [("2", "its training loss is inf")]
+        assert math.isfinite(record["train_loss"])
+
+
+@pytest.mark.parametrize("engine", ["loop", "vectorised"])
+@pytest.mark.parametrize("what", ["memory", "message"])
+def test_a_setup_that_is_not_finite_is_an_error_and_stores_nothing(
+    engine: str, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows, stored = float(len(DATA["2"].train)), list[str]()
 
     def send(message, memory, seen):  # type: ignore[no-untyped-def]
-        return {**message, "asked": {"rows": torch.stack([seen.n, -seen.n])}}, memory
+        return {**message, "sum": {"n": torch.where(seen.n == rows, torch.nan, seen.n)}}, memory
 
-    def hear(reduced, memory, cohort):  # type: ignore[no-untyped-def]
-        heard.append(reduced["asked"]["rows"].tolist())
-        return reduced, memory
+    method = fl.fedavg()
+    method = replace(method, schedule=replace(method.schedule, setup=(Receive(), Send())))
+    if what == "memory":
+        method = poison_memory(method, "2", "setup")
+    else:
+        method = method.adding(stages=(Stage(owner="sum", fn=send, entries={"sum": total()}, when="setup"),))
+    put = ClientStore.__setitem__
+    monkeypatch.setattr(ClientStore, "__setitem__", lambda self, k, v: stored.append(k) or put(self, k, v))
+    with pytest.raises(fl.RunError, match=r"setup: .*client 2: .*is not finite"):
+        fit(method, mlp(), DATA, engine=engine)
+    assert not stored
 
-    method = fl.fedavg().adding(
-        stages=(Stage(owner="told", fn=send, entries={"asked": total()}),),
-        server=tuple(ServerStage(owner=owner, fn=hear) for owner in ("one", "two")),
-    )
-    fit(method, mlp(), DATA, engine=engine, rounds=1)
-    assert heard[-2:] == [[36.0, -36.0]] * 2
+
+def test_a_missing_entry_is_rejected() -> None:
+    """Whoever answers: the other replies are used."""
+    run = run_of(fit("scaffold", mlp(), DATA, rounds=1))
+    cohort = run.cohort(run.roster.ids, 2)
+    run.state, sent = server.dispatch(run.bound, run.state, cohort)
+    people = [run.participant(i, sent) for i in run.roster.ids]
+    replies = run.engine.run_cohort(run.bound, run.work, run.bound.method.schedule.round, sent.post, people)
+    replies[2] = replace(replies[2], message={"delta": replies[2].message["delta"]})
+    replies[3] = replace(replies[3], fault="no answer")
+    before = run.state
+    pending = server.aggregate_replies(run.bound, before, replies, lambda ids: run.cohort(ids, 2))
+    after, outcome = server.confirm(pending)
+    assert [r.id for r in outcome.accepted] == ["0", "1"]
+    assert [r.client for r in outcome.rejected] == ["2", "3"]
+    assert after is pending.after
+    assert run.state is before
 
 
 @pytest.mark.parametrize("engine", ["loop", "vectorised"])

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fedloom as fl
 from fedloom import numerics, swaps
 from fedloom.engines.vectorised import VectorisedEngine, attention
-from fedloom.engines.vectorised.mapping import over_clients
+from fedloom.engines.vectorised.arrangement import over_clients
 from tests.helpers import everything, fit, gap
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

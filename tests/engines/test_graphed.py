@@ -10,7 +10,8 @@ import torch
 
 import fedloom as fl
 from fedloom import server
-from fedloom.engines.vectorised import VectorisedEngine, feed, graphed
+from fedloom.engines.vectorised import VectorisedEngine, captured
+from fedloom.engines.vectorised.prefetch import Prefetched
 from tests.helpers import bn_mlp, dropout_mlp, everything, federation, fit, gap, mlp, questions_of_rounds
 
 DATA = federation((1, 7, 64, 65, 200))
@@ -36,8 +37,8 @@ def test_parity(method: str) -> None:
         options = {"cohort": 4, "epochs": 1, "batch_size": 64, "optimizer": optimizer}
         a, b = (fit(method, make, DATA, engine=e, **options) for e in ("loop", engine))
         assert gap(everything(a), everything(b)) < 1e-10
-        assert engine.arenas.known
-        assert engine.arenas.notes == []
+        assert engine.captured.known
+        assert engine.captured.notes == []
 
 
 @pytest.mark.parametrize("method", ["fedavg", "fedavg_ft + isr"])
@@ -53,7 +54,7 @@ def test_what_clients_keep_does_not_lie_in_the_arena() -> None:
     engine = VectorisedEngine(step="graphed")
     result = fit("fedper", bn_mlp(), DATA, engine=engine, cohort=4, epochs=1, batch_size=64)
     assert result.run is not None
-    mine = {t.untyped_storage().data_ptr() for a in engine.arenas.known.values() for t in a.mutable()}
+    mine = {t.untyped_storage().data_ptr() for a in engine.captured.known.values() for t in a.mutable()}
     kept = [v for c in result.run.clients.values() for v in c.leaves.values()]
     assert not mine & {v.untyped_storage().data_ptr() for v in [*kept, *result.run.state.leaves.values()]}
     assert kept
@@ -65,20 +66,19 @@ def test_rounds_of_new_clients_and_of_others_use_the_same_arena(method: str) -> 
     engine = VectorisedEngine(step="graphed")
     data = federation((128,) * 6)
     fit(method, bn_mlp(), data, engine=engine, rounds=6, cohort=3, epochs=1, batch_size=64, evaluate={"every": 0})
-    assert len(engine.arenas.known) == 1
+    assert len(engine.captured.known) == 1
 
 
-def test_the_next_round_is_planned_before_replies_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plans made ahead are those of the loop engine, and every client's is used; stragglers and dropouts included."""
-    engine, waiting = VectorisedEngine(step="graphed"), list[int]()
-    outcome = server.Sorting.outcome
+def test_the_next_round_is_prefetched_before_replies_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches laid out ahead are those of the loop engine, and they are used; stragglers and dropouts included."""
+    engine, waiting = VectorisedEngine(step="graphed"), list[bool]()
+    confirm = server.confirm
 
-    def sorting(self: server.Sorting, round: int) -> server.Outcome:
-        laid_out = 0 if engine.pools._ahead is None else len(engine.pools._ahead[1][-1])
-        waiting.append(len(engine.pools.plans._ahead) + laid_out)
-        return outcome(self, round)
+    def confirmed(pending: server.PendingRound) -> tuple[server.ServerState, server.Outcome]:
+        waiting.append(engine.prefetched._next is not None)
+        return confirm(pending)
 
-    monkeypatch.setattr(server.Sorting, "outcome", sorting)
+    monkeypatch.setattr(server, "confirm", confirmed)
     odd = {"dropout": 0.3, "stragglers": 0.5}
     for options in ({}, {"participation": odd}):
         waiting.clear()
@@ -87,11 +87,8 @@ def test_the_next_round_is_planned_before_replies_are_waited_for(monkeypatch: py
             for e in ("loop", engine)
         )
         assert gap(everything(a), everything(b)) < 1e-10
-        phases = len(a.run.bound.method.phases("round")) if a.run is not None else 0
-        asked = [phases * (len(r["clients"]) - len(r.get("dropped", ()))) for r in b.history]
-        assert waiting[4:] == [*asked[1:], 0]
-        assert not engine.pools.plans._ahead
-        assert engine.pools._ahead is None
+        assert waiting[4:] == [True, True, True, False]
+        assert engine.prefetched._next is None
 
 
 @pytest.mark.parametrize("method", ["fedavg", "ditto", "scaffold"])
@@ -100,7 +97,7 @@ def test_a_round_waits_for_the_device_once(method: str, monkeypatch: pytest.Monk
     rounds, after = questions_of_rounds(monkeypatch)
     options = {"cohort": 4, "epochs": 1, "batch_size": 64, "evaluate": {"every": 0}, "callbacks": [after]}
     fit(method, bn_mlp(), DATA, engine=VectorisedEngine(step="graphed"), rounds=4, **options)
-    assert rounds[1:3] == [["answer"]] * 2
+    assert rounds[1:3] == [["tolist"]] * 2
 
 
 def test_a_phase_that_cannot_be_captured_goes_on_mapped() -> None:
@@ -110,7 +107,7 @@ def test_a_phase_that_cannot_be_captured_goes_on_mapped() -> None:
         for e in ("loop", engine)
     )
     assert gap(everything(a), everything(b)) < 1e-10
-    assert "mapped, not captured" in engine.arenas.notes[0]
+    assert "mapped, not captured" in engine.captured.notes[0]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
@@ -122,29 +119,29 @@ def test_parity_on_cuda(method: str) -> None:
 
 
 def test_garbage_is_collected_only_after_graphs_were_dropped() -> None:
-    arenas = graphed.Arenas()
-    assert arenas.dropped, "an earlier run's graphs may still be there"
-    arenas.dropped = False
-    for i in range(graphed.KEPT_ARENAS):
-        arenas.keep(i, Any)
-    assert not arenas.dropped
-    arenas.keep(-1, Any)
-    assert arenas.dropped
-    assert len(arenas.known) == graphed.KEPT_ARENAS
+    steps = captured.CapturedSteps()
+    assert steps.dropped, "an earlier run's graphs may still be there"
+    steps.dropped = False
+    for i in range(captured.KEPT_BUFFERS):
+        steps._keep(i, Any)
+    assert not steps.dropped
+    steps._keep(-1, Any)
+    assert steps.dropped
+    assert len(steps.known) == captured.KEPT_BUFFERS
 
 
 def test_no_room_for_the_next_round_yet(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is laid out ahead competes with this round's replies: it is then laid out later."""
-    foresee, tried = feed.Pools.foresee, list[int]()
+    prefetch, tried = Prefetched.prefetch, list[int]()
 
-    def full(self: feed.Pools, *args: Any) -> None:
-        foresee(self, *args)
+    def full(self: Prefetched, *args: Any) -> None:
+        prefetch(self, *args)
         tried.append(1)
         raise torch.OutOfMemoryError("no room")
 
     data, options = federation((20, 30, 40)), {"rounds": 3, "epochs": 1, "batch_size": 16}
     a = fit("fedavg", bn_mlp(), data, engine=VectorisedEngine(step="graphed"), **options)
-    monkeypatch.setattr(feed.Pools, "foresee", full)
+    monkeypatch.setattr(Prefetched, "prefetch", full)
     b = fit("fedavg", bn_mlp(), data, engine=VectorisedEngine(step="graphed"), **options)
     assert tried
     assert gap(everything(a), everything(b)) == 0

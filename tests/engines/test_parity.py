@@ -15,9 +15,8 @@ from torch import nn
 
 import fedloom as fl
 from fedloom import expr, server
-from fedloom.engines.vectorised import VectorisedEngine
+from fedloom.clients.stop import StopRule
 from fedloom.record import Method
-from fedloom.stepping import Stepper
 from tests.helpers import AWKWARD, bn_mlp, dropout_mlp, everything, federation, fit, gap, shared, small_cnn
 
 METHOD_ARGUMENTS = {"fedaf": "(image_steps=4, image_lr=0.1, server_epochs=2)"}
@@ -44,19 +43,17 @@ def texts() -> list[str]:
 @pytest.fixture(autouse=True)
 def stages_are_functions(monkeypatch: pytest.MonkeyPatch) -> None:
     """A round is aggregated again where a reply turns out to be bad: stages must leave alone what they are given."""
-    once = server._aggregated
+    once = server.aggregate
 
-    def twice(*args: Any) -> server.Draft:
-        first, made = once(*args), once(*args)
-        pairs = [(first.state.leaves, made.state.leaves)]
-        for old, new in ((first.state.memory, made.state.memory), (first.asked, made.asked)):
-            pairs += [(old[owner], values) for owner, values in new.items()]
+    def twice(*args: Any, **options: Any) -> server.ServerState:
+        first, second = once(*args, **options), once(*args, **options)
+        pairs = [(first.leaves, second.leaves), *((first.memory[o], m) for o, m in second.memory.items())]
         for before, after in pairs:
             assert list(before) == list(after)
             assert all(torch.equal(before[k], after[k]) for k in after)
-        return made
+        return second
 
-    monkeypatch.setattr(server, "_aggregated", twice)
+    monkeypatch.setattr(server, "aggregate", twice)
 
 
 def compare(method: str | Method, model: Any, data: fl.Federation, tolerance: float, **options: Any) -> None:
@@ -127,7 +124,7 @@ def test_a_phase_that_ends_by_itself_where_the_device_is_asked_now_and_then(
     """As on CUDA: nobody moves who has stopped, and a client alone is asked at every step."""
     options: dict[str, Any] = {"rounds": 3, "cohort": 2, "epochs": 1}
     plain = fit("fedala", bn_mlp(), federation((9, 14, 5)), engine="loop", **options)
-    monkeypatch.setattr(Stepper, "_may_stop", lambda self: self.made % 16 == 0)
+    monkeypatch.setattr(StopRule, "may_stop", lambda self: self.step_count % 16 == 0)
     found = fit("fedala", bn_mlp(), federation((9, 14, 5)), engine=engine, **options)
     assert gap(everything(plain), everything(found)) < 1e-10
 
@@ -139,5 +136,3 @@ def test_a_method_that_hands_over_to_one_with_fewer_leaves(first: str) -> None:
     compare(method, small_cnn(), data, 1e-10, rounds=4, batch_size=4)
     found, plain = (fit(m, small_cnn(), data, rounds=4, batch_size=4) for m in (method, "fedavg"))
     assert shared(found).keys() == shared(plain).keys()
-    ahead = fit(method, small_cnn(), data, rounds=4, batch_size=4, engine=VectorisedEngine(step="graphed"))
-    assert gap(everything(found), everything(ahead)) < 1e-10

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fedloom import swaps
 from fedloom.engines.vectorised import VectorisedEngine
-from fedloom.engines.vectorised.mapping import over_clients
+from fedloom.engines.vectorised.arrangement import over_clients
 from fedloom.ops import recurrent
 from tests.engines.test_vectorised import Words, agree, sentences
 

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 import fedloom as fl
-from fedloom.client import Desk
-from fedloom.engines.vectorised import VectorisedEngine, compiled, feed
-from fedloom.engines.vectorised.feed import widened
+from fedloom.clients.runner import ClientRunner
+from fedloom.engines.vectorised import VectorisedEngine, compiled, rows
+from fedloom.engines.vectorised.rows import widened
 from fedloom.slots import Term
 from tests.engines.test_parity import texts
 from tests.helpers import AWKWARD, bn_mlp, dropout_mlp, everything, federation, fit, gap, mlp, small_cnn
@@ -137,7 +137,7 @@ def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_whole_steps_change_tensors_in_place(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     uncompiled(monkeypatch)
-    monkeypatch.setattr(feed, "BLOCK_BYTES", 1500)  # several blocks, and a last one that is not full
+    monkeypatch.setattr(rows, "BLOCK_BYTES", 1500)  # several blocks, and a last one that is not full
     engine = VectorisedEngine(step="compiled")
     agree(method, bn_mlp(), federation((9, 14, 5, 6)), engine, optimizer=fl.adam(1e-2), rounds=3, cohort=3, epochs=2)
     assert engine.facts()["events"] == []
@@ -161,21 +161,21 @@ def test_a_step_that_cannot_be_compiled_is_traced_and_says_so(monkeypatch: pytes
 
     monkeypatch.setattr(compiled, "fused", refuse)
     engine = VectorisedEngine(step="compiled")
-    result = agree("scaffold", bn_mlp(), federation((9, 14, 5)), engine, rounds=3)
+    result = agree("scaffold", bn_mlp(), federation((9, 14, 5)), engine, rounds=4)
     assert "no compiler here" in engine.facts()["events"][0]
-    assert "no compiler here" in result.history[0]["plainer_steps"][0]
+    assert "no compiler here" in result.history[1]["plainer_steps"][0]
     assert "often enough" in engine.facts()["events"][-1]
 
 
 def test_out_of_memory_halves_the_wave_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = Desk.run
+    plain = ClientRunner.run
 
-    def run(desk: Desk, program: Any) -> None:
+    def run(desk: ClientRunner, program: Any) -> None:
         if len(desk.participants) > 2:
             raise torch.OutOfMemoryError("no room")
         plain(desk, program)
 
-    monkeypatch.setattr(Desk, "run", run)
+    monkeypatch.setattr(ClientRunner, "run", run)
     engine = VectorisedEngine()
     agree("fedavg", mlp(), federation((9, 14, 5, 6, 8)), engine)
     events = engine.facts()["events"]
@@ -185,9 +185,9 @@ def test_out_of_memory_halves_the_wave_and_says_so(monkeypatch: pytest.MonkeyPat
 
 def test_out_of_memory_is_recorded_before_the_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In run.toml at once, in the round's record, and obeyed by a run that is resumed."""
-    plain, seen = Desk.run, list[Any]()
+    plain, seen = ClientRunner.run, list[Any]()
 
-    def run(desk: Desk, program: Any) -> None:
+    def run(desk: ClientRunner, program: Any) -> None:
         if desk.post.round == 2 and len(desk.participants) > 2:
             raise torch.OutOfMemoryError("no room")
         if desk.post.round == 2 and (tmp_path / "run.toml").exists():
@@ -201,7 +201,7 @@ def test_out_of_memory_is_recorded_before_the_run_goes_on(tmp_path: Path, monkey
     options: dict[str, Any] = {"rounds": 4, "engine": "vectorised", "progress": False, "evaluate": {"every": 0}}
     data, model = federation((9, 14, 5, 6, 8)), mlp()
     with monkeypatch.context() as patch:
-        patch.setattr(Desk, "run", run)
+        patch.setattr(ClientRunner, "run", run)
         with pytest.raises(KeyboardInterrupt):
             fl.fit("fedper", model, data, **options, out=tmp_path, callbacks=[crash])
     assert seen[0] == 2, "the halved wave was not written before its clients were tried again"
@@ -230,9 +230,9 @@ def test_an_overflowing_client_leaves_the_others_bitwise_alone(step: Any, optimi
     data = federation((12, 8, 5))
     made = model if model is not mlp and model is not bn_mlp else model()
     runs = []
-    for rows in (data, poisoned(data, "1", 1e38)):
+    for federated in (data, poisoned(data, "1", 1e38)):
         options = {"rounds": 1, "precision": "fp32", "optimizer": optimizer, "engine": VectorisedEngine(step=step)}
-        runs.append(everything(fit("local", made, rows, **options)))
+        runs.append(everything(fit("local", made, federated, **options)))
     good, hurt = runs
     others = [n for n in hurt if n.startswith(("0 ", "2 "))]
     assert others

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fedloom.data import Rows
-from fedloom.engines.vectorised.feed import Feed, Pool
+from fedloom.engines.vectorised.rows import JoinedRows, training_schedule
 
 
 @pytest.mark.parametrize("cohort", [10, 50])
@@ -20,7 +20,7 @@ def test_unequal_clients_waste_at_most_fifteen_percent(cohort: int) -> None:
         chosen = np.sort(draw.choice(sizes, cohort, replace=False))[::-1]
         rows = [Rows(torch.zeros(n, 1), torch.zeros(n, dtype=torch.long)) for n in chosen]
         plans = [[(np.arange(i, min(i + 64, n)),) for i in range(0, n, 64)] for n in chosen]
-        feed = Feed(Pool.of(rows), plans, 1, torch.float32)
-        computed += sum(t.clients * t.widths[0] for t in feed.ticks)
+        schedule = training_schedule(JoinedRows.of(rows), plans, torch.float32, "narrow")
+        computed += sum(t.clients * t.widths[0] for t in schedule.slots)
         real += int(chosen.sum())
     assert computed <= 1.15 * real

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import fedloom as fl
 from fedloom.aggregators import similarity
-from fedloom.aggregators.block_sampling import Alike
-from fedloom.aggregators.similarity import CHUNK, dealt_groups, likeness, project, unlike_groups
+from fedloom.aggregators.block_sampling import similarities
+from fedloom.aggregators.similarity import dealt_groups, likeness, project, unlike_groups
 from fedloom.engines.vectorised import VectorisedEngine, waves
 from fedloom.network import build
 from fedloom.optim import Optimizer
@@ -105,40 +105,16 @@ def test_nothing_known_deals_in_turn() -> None:
 
 
 def test_unknown_clients_are_similar_to_none() -> None:
-    s = Alike().of([torch.tensor([1.0, 0.0]), None, torch.tensor([1.0, 1.0])])
+    s = similarities([torch.tensor([1.0, 0.0]), None, torch.tensor([1.0, 1.0])])
     assert s.tolist() == [[1.0, 0.0, 0.7071067812], [0.0, 0.0, 0.0], [0.7071067812, 0.0, 1.0]]
 
 
-def test_remembered_similarities_are_those_of_the_vectors_of_now() -> None:
-    """Vectors come, go, change and stay, and cohorts change their size; a tensor that is another one is read anew."""
-    draw, alike = np.random.default_rng(3), Alike()
-    pool = [torch.from_numpy(draw.normal(size=40)).to(torch.float32) for _ in range(8)]
-    some: list[torch.Tensor | None] = [None] * 5
-    for turn in range(60):
-        for i in draw.integers(0, len(some), turn % 4):
-            some[i] = None if draw.random() < 0.2 else pool[draw.integers(8)]
-        some = [None] * draw.integers(1, 7) if turn % 20 == 19 else some
-        found = alike.of(some)
-        assert np.array_equal(found, Alike().of(some))
-        blank = torch.zeros(40)
-        rows = torch.stack([blank if v is None else v for v in some]).double().numpy()
-        np.testing.assert_allclose(found, likeness(rows), atol=1.1e-10)
-
-
 def test_vectors_of_all_types_and_lengths_are_compared() -> None:
-    alike = Alike()
     for kind in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
         for width in (2, 3):
             vectors = [torch.tensor([3.0, *[4.0] * (width - 1)], dtype=kind), torch.tensor([1.0] * width, dtype=kind)]
             expected = torch.cosine_similarity(*(v.double() for v in vectors), dim=0)
-            assert alike.of(vectors)[0, 1] == round(float(expected), 10)
-
-
-def test_the_vectors_of_a_whole_population_are_not_held() -> None:
-    alike, vector = Alike(), torch.ones(CHUNK // 4)
-    assert alike.of([vector] * 5).tolist() == np.ones((5, 5)).tolist()
-    assert alike._rows.size == 0
-    assert alike.of([vector] * 3).tolist() == np.ones((3, 3)).tolist()
+            assert similarities(vectors)[0, 1] == round(float(expected), 10)
 
 
 def test_likeness_is_the_same_for_arrays_and_tensors() -> None:
@@ -262,26 +238,6 @@ def test_period_refreshes_the_similarity() -> None:
     assert not any(name.startswith("used:") for name in memory[0])
     assert {name for name in memory[1] if name.startswith("used:")} == {"used:0", "used:1", "used:2"}
     assert all(torch.equal(memory[1][f"used:{i}"], memory[1][f"latest:{i}"]) for i in range(3))
-
-
-@pytest.mark.parametrize("period", [1, 2])
-def test_vectors_are_read_as_rows_of_a_matrix_too(period: int) -> None:
-    """As folders of earlier runs hold them; clients that were never asked have a row of zeros there."""
-    run = run_of(fit(f"fedaims(period={period})", deep(), federation((9, 14, 5, 8)), rounds=3, cohort=2))
-    memory = run.state.memory["block_sampling"]
-    stage = next(p for p in run.bound.method.server.prepare if p.owner == "block_sampling")
-    order = run.cohort([], 4).order
-    earlier = {"facts": memory["facts"]}
-    for begin, known in (("latest", "known"), ("used", "used_known"))[:period]:
-        rows = [memory.get(f"{begin}:{name}") for name in order]
-        some = next(r for r in rows if r is not None)
-        earlier[begin] = torch.stack([torch.zeros_like(some) if r is None else r for r in rows])
-        earlier[known] = torch.tensor([float(r is not None) for r in rows])
-    cohort = run.cohort(order, 4)
-    expected, found = (stage.fn(held, cohort) for held in (memory, earlier))
-    assert found.keys == expected.keys
-    assert found.memory.keys() == memory.keys()
-    assert identical(found.memory, memory)
 
 
 @pytest.mark.parametrize("raw", ["raw", "delta"])

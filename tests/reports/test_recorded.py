@@ -13,10 +13,8 @@ from sklearn.decomposition import PCA
 
 import fedloom as fl
 from fedloom import diagnostics, server
-from fedloom.client import Desk
-from fedloom.engines.loop import Single
+from fedloom.clients.runner import ClientRunner
 from fedloom.slots import Receive
-from fedloom.stepping import objective
 from fedloom.store.folder import read_curves
 from fedloom.types import Batch
 from tests.helpers import federation, mlp
@@ -110,10 +108,11 @@ def test_parts_of_the_loss_add_up_to_the_objective(method: str) -> None:
     _, sent = server.dispatch(bound, run.state, run.cohort(ids, run.state.round + 1))
     totals = []
     for name in ids:
-        desk = Desk(bound, run.work, sent.post, [run.participant(name, sent)], Single())
+        desk = ClientRunner(bound, run.work, sent.post, [run.participant(name, sent)])
         desk.run(tuple(s for s in bound.method.schedule.round[:1] if isinstance(s, Receive)))
         rows = desk.participants[0].site.train
-        total, _ = objective(desk, phase)(desk.leaves, desk.private, Batch(rows.x, rows.y).packed(), {}, 0)
+        seen = desk.inputs.seen(desk.inputs.own)
+        total, _ = desk.step(phase).value(desk.leaves, seen, Batch(rows.x, rows.y), {}, 0)
         totals.append(float(total))
     assert sum(values.values()) == pytest.approx(np.mean(totals), rel=1e-5)
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Literal
 
@@ -13,7 +12,6 @@ from torch import Tensor
 
 from fedloom import rng
 from fedloom.aggregators.similarity import (
-    CHUNK,
     at_once,
     coordinates,
     cosines,
@@ -28,7 +26,6 @@ from fedloom.record import Method
 from fedloom.reducers import stack
 from fedloom.slots import Prepare, Prepared, ServerStage, Stage
 from fedloom.structure import Structure
-from fedloom.transfer import Array
 from fedloom.types import Cohort, Facts, Leaves, Message, Seen
 from fedloom.uploads import unchanged
 
@@ -61,7 +58,7 @@ def sampled(
     Reference: FedAIMS, section 4.3 and Algorithm 2.
     """
     clustering = assign == "cluster"
-    drawn, alike = lru_cache(maxsize=1)(coordinates), Alike()
+    drawn = lru_cache(maxsize=1)(coordinates)
 
     def give(memory: Leaves, cohort: Cohort) -> Prepared:
         groups = len(places(cohort.structure))
@@ -72,35 +69,32 @@ def sampled(
             chosen = {n: (index.get(n, 0) + cohort.round - 1) % groups + 1 for n in cohort.ids}
         else:
             if clustering:
-                memory = _named(_of_the_host(memory), cohort.order)
+                memory = _on_host(memory)
                 kept = LATEST if period == 1 else USED
-                parts = unlike_groups(alike.of([memory.get(f"{kept}{name}") for name in cohort.ids]), groups)
+                parts = unlike_groups(similarities([memory.get(f"{kept}{name}") for name in cohort.ids]), groups)
             else:
                 draw = rng.stream(cohort.seed, "sample", "blocks", cohort.round)
                 parts = dealt_groups(draw.permutation(len(cohort)).tolist(), groups)
             chosen = {cohort.ids[i]: block for block, part in enumerate(parts, start=1) for i in part}
         numbers = _numbers(groups, next(iter(cohort.leaves.values())).device)
-        told = {name: {"block": numbers[block - 1]} for name, block in chosen.items()}
-        return Prepared(memory=memory, addressed=told, keys=chosen)
+        addressed = {name: {"block": numbers[block - 1]} for name, block in chosen.items()}
+        return Prepared(memory=memory, addressed=addressed, keys=chosen)
 
     def learn(reduced: Message, memory: Leaves, cohort: Cohort) -> tuple[Message, Leaves]:
         moved = {n: reduced[BODIES][n] for n in _body(cohort.structure) if n in reduced[BODIES]}
         base = cohort.leaves if similarity == "raw" else None
         whole = at_once(moved)
         vectors = project(moved, cohort.seed, drawn=drawn, base=base, whole=whole).to(memory["facts"].dtype)
-        found, apart = likeness(vectors.double()), farthest(moved, reduced["delta"], whole)
-        asked = {"vectors": vectors, "likeness": found, "apart": apart}
-        return {**{k: v for k, v in reduced.items() if k != BODIES}, "asked": asked}, memory
-
-    def keep(memory: Leaves, told: Mapping[str, Array], cohort: Cohort) -> Leaves:
-        kind = memory["facts"].dtype
-        # Copied one by one: a view would keep those of the whole cohort for as long as one is kept.
-        rows = zip(cohort.ids, told["vectors"], strict=True)
-        made = {f"{LATEST}{name}": torch.from_numpy(row.copy()).to(kind) for name, row in rows}
+        apart = farthest(moved, reduced["delta"], whole)
+        vectors = vectors.cpu()  # waits for the device
+        # Each client's row is copied: a view would keep the rows of the whole cohort alive.
+        made = {f"{LATEST}{name}": row.clone() for name, row in zip(cohort.ids, vectors, strict=True)}
         if period > 1 and cohort.round % period == 0:
-            made |= {USED + k.removeprefix(LATEST): v for k, v in (memory | made).items() if k.startswith(LATEST)}
-        facts = [float(told["apart"]), *_spread(told["likeness"])]
-        return made | {"facts": torch.tensor(facts, dtype=kind)}
+            latest = {k: v for k, v in (memory | made).items() if k.startswith(LATEST)}
+            made |= {USED + k.removeprefix(LATEST): v for k, v in latest.items()}
+        facts = [apart.item(), *_spread(likeness(vectors.double()).numpy())]
+        made["facts"] = torch.tensor(facts, dtype=memory["facts"].dtype)
+        return {k: v for k, v in reduced.items() if k != BODIES}, memory | made
 
     def blank(facts: Facts) -> Leaves:
         like = next(v for v in facts.start.values() if v.is_floating_point())
@@ -116,11 +110,11 @@ def sampled(
             zip(("kappa2", "similarity_min", "similarity", "similarity_max"), memory["facts"].tolist(), strict=True)
         )
 
-    stage = Stage(owner=OWNER, fn=unchanged, also={BODIES: ("delta", stack())}, stacked=True)
-    keeping = (ServerStage(owner=OWNER, fn=learn, memory=blank, decide=keep, report=report),)
+    stage = Stage(owner=OWNER, fn=unchanged, also={BODIES: ("delta", stack())})
+    keeping = (ServerStage(owner=OWNER, fn=learn, memory=blank, report=report),)
     return method.adding(
         stages=(stage,) if clustering else (),
-        prepare=(Prepare(owner=OWNER, fn=give, told="block", ahead=clustering),),
+        prepare=(Prepare(owner=OWNER, fn=give, told="block"),),
         server=keeping if clustering else (),
     )
 
@@ -130,59 +124,23 @@ def block_of(seen: Seen) -> Tensor:
     return seen.addressed[OWNER]["block"]
 
 
-class Alike:
-    """Pairwise similarity of clients by their vectors, 0 for clients that have none.
+def similarities(vectors: Sequence[Tensor | None]) -> np.ndarray:
+    """Cosines of all pairs of clients by their vectors (clients x clients), 0 for clients that have none.
 
-    Inner products are remembered: those of clients that come again with the very same tensors are not made anew. Runs in several threads may
-    share it.
+    Example:
+        >>> similarities([torch.tensor([3.0, 0.0]), None, torch.tensor([3.0, 4.0])]).tolist()
+        [[1.0, 0.0, 0.6], [0.0, 0.0, 0.0], [0.6, 0.0, 1.0]]
     """
-
-    def __init__(self) -> None:
-        self._one_at_a_time = threading.Lock()
-        self._begin(0, 0)
-
-    def _begin(self, clients: int, width: int) -> None:
-        """Nobody is known."""
-        self._held: list[Tensor | None] = [None] * clients
-        self._rows = np.zeros((clients, width))
-        self._products = self._found = np.zeros((clients, clients))
-
-    def of(self, vectors: Sequence[Tensor | None]) -> np.ndarray:
-        """The similarities (clients x clients), which the caller leaves as they are."""
-        with self._one_at_a_time:
-            return self._of(vectors)
-
-    def _of(self, vectors: Sequence[Tensor | None]) -> np.ndarray:
-        width = next((len(v) for v in vectors if v is not None), 0)
-        if self._rows.shape != (len(vectors), width):
-            self._begin(len(vectors), width)
-        new = [i for i, (here, held) in enumerate(zip(vectors, self._held, strict=True)) if here is not held]
-        if new:
-            self._held = list(vectors)
-            self._learn(new)
-        found = self._found
-        if self._rows.size > CHUNK:  # of a whole population: too much to be kept until it comes again
-            self._begin(0, 0)
-        return found
-
-    def _learn(self, new: Sequence[int]) -> None:
-        """Similarities with the vectors of some clients as they are now."""
-        rows, products = self._rows, self._products
-        for i in new:
-            own = self._held[i]
-            rows[i] = 0.0 if own is None else _of_numpy(own)
-        products[new] = rows[new] @ rows.T
-        products[:, new] = products[new].T
-        self._found = cosines(products)
+    width = next((len(v) for v in vectors if v is not None), 0)
+    rows = np.zeros((len(vectors), width))
+    for row, vector in zip(rows, vectors, strict=True):
+        if vector is not None:
+            row[:] = vector.double().numpy()
+    return cosines(rows @ rows.T)
 
 
-def _of_numpy(vector: Tensor) -> np.ndarray:
-    """A vector as numpy has it, which lacks bfloat16: torch would wake all its threads for ones as short as these."""
-    return (vector.float() if vector.dtype is torch.bfloat16 else vector).numpy()
-
-
-def _of_the_host(memory: Leaves) -> Leaves:
-    """The memory where clients are grouped; a checkpoint brings it back where all else is."""
+def _on_host(memory: Leaves) -> Leaves:
+    """The memory on the host, where clients are grouped; a checkpoint restores it to the device of the leaves."""
     return memory if memory["facts"].is_cpu else {name: value.cpu() for name, value in memory.items()}
 
 
@@ -191,18 +149,6 @@ def _numbers(blocks: int, device: torch.device) -> tuple[Tensor, ...]:
     """The numbers of the blocks on a device."""
     with torch.inference_mode(False):  # they are for everybody who comes later
         return torch.arange(1, blocks + 1).to(device).unbind()
-
-
-def _named(memory: Leaves, order: Sequence[str]) -> Leaves:
-    """Vectors by client; folders of earlier runs hold them as rows of a matrix, beside which stands who is known."""
-    if "latest" not in memory:
-        return memory
-    made = {"facts": memory["facts"]}
-    for begin, flags in ((LATEST, "known"), (USED, "used_known")):
-        if flags in memory:
-            rows = zip(order, memory[begin[:-1]], memory[flags].tolist(), strict=False)  # none before the first refresh
-            made |= {f"{begin}{name}": row.clone() for name, row, known in rows if known}
-    return made
 
 
 @lru_cache(maxsize=4)

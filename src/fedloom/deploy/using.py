@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from fedloom.client import Desk
+from fedloom.clients.runner import ClientRunner
 from fedloom.deploy.apps import workshop
 from fedloom.deploy.plan import Plan
 from fedloom.deploy.rows import SiteConfig, new_rows
@@ -30,7 +30,7 @@ def newest_model(store: SiteStore, run: str, key: str | None = None) -> dict[str
     return store.read_model(paths[-1])
 
 
-def site_desk(config: str | Path, experiment: str, run: str, key: str | None = None) -> Desk:
+def site_desk(config: str | Path, experiment: str, run: str, key: str | None = None) -> ClientRunner:
     """The desk of a site after its adapt program: its own model, ready for ``predict``.
 
     Args:

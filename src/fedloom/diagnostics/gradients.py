@@ -9,12 +9,10 @@ import torch
 
 from fedloom import rng, server, tree
 from fedloom.bound import Bound, BoundPhase
-from fedloom.client import Desk
+from fedloom.clients.runner import ClientRunner
 from fedloom.data import Rows
-from fedloom.engines.loop import Single
 from fedloom.run import Run
 from fedloom.slots import Phase, Receive, Sweep
-from fedloom.stepping import Stepper
 from fedloom.types import Batch, Leaves
 from fedloom.work import Participant, Site
 
@@ -100,7 +98,7 @@ def measure(run: Run, ids: Sequence[str], round: int, rows: int, cloud: Site | N
     for person in sites:
         if cloud:
             person = replace(person, addressed=dict(next(iter(sent.addressed.values()), {})))
-        desk = Desk(bound, run.work, sent.post, [person], Single())
+        desk = ClientRunner(bound, run.work, sent.post, [person])
         desk.run(_opening(bound, phase))
         g, noise, loss = _client(desk, phase, names, rows)
         whole.append(g)
@@ -130,15 +128,14 @@ def _opening(bound: Bound, phase: BoundPhase) -> tuple[Receive | Sweep, ...]:
     return tuple(found)
 
 
-def _client(desk: Desk, phase: BoundPhase, names: Sequence[str], rows: int) -> tuple[Leaves, float, float]:
+def _client(desk: ClientRunner, phase: BoundPhase, names: Sequence[str], rows: int) -> tuple[Leaves, float, float]:
     """One client's gradient, the mean squared distance of its mini-batches' gradients from it, and its loss."""
-    leaves = dict(desk.leaves)
-    stepper = Stepper(desk, phase, leaves)
-    total: Leaves = {n: torch.zeros_like(leaves[n], requires_grad=False) for n in names}
+    step, state = desk.step(phase), desk.start(phase).state(desk.step(phase))
+    total: Leaves = {n: torch.zeros_like(state.leaves[n]) for n in names}
     squares = loss = 0.0
-    for step, (share, batch) in enumerate(_batches(desk, phase, rows)):
-        stepper.made = step
-        value, grads = stepper.gradients(batch.packed())
+    for number, (share, batch) in enumerate(_batches(desk, phase, rows)):
+        noise = step.noise_number(desk.inputs, number)
+        value, grads, state.carry = step.gradients(state.leaves, desk.inputs, batch, state.carry, noise)
         known = dict(zip(phase.trained, grads or [], strict=False))
         part = {n: g.detach() for n in names if (g := known.get(n)) is not None}
         total = {n: v + share * part[n] if n in part else v for n, v in total.items()}
@@ -148,7 +145,7 @@ def _client(desk: Desk, phase: BoundPhase, names: Sequence[str], rows: int) -> t
     return total, max(squares - square, 0.0), loss
 
 
-def _batches(desk: Desk, phase: BoundPhase, rows: int) -> Iterator[tuple[float, Batch]]:
+def _batches(desk: ClientRunner, phase: BoundPhase, rows: int) -> Iterator[tuple[float, Batch]]:
     """Mini-batches of the run's size over a fixed choice of rows, each with its share of them."""
     site, size = desk.participants[0].site, desk.work.batch_size
     train: Rows = site.train

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fedloom import rng, tree
-from fedloom.aggregators.sides import cosines, gram
+from fedloom.aggregators.pairs import cosines, gram
 from fedloom.bound import Bound
 from fedloom.diagnostics.gradients import Gradients, fitting_phase, measure, spread
 from fedloom.options import Diagnostics

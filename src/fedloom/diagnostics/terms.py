@@ -6,9 +6,8 @@ import torch
 
 from fedloom import server
 from fedloom.bound import BoundPhase
-from fedloom.client import Desk
+from fedloom.clients.runner import ClientRunner
 from fedloom.data.rows import map_inputs
-from fedloom.engines.loop import Single
 from fedloom.run import Run
 from fedloom.slots import Phase, Receive, Sweep
 from fedloom.taps.report import informed
@@ -48,7 +47,7 @@ def term_values(run: Run) -> dict[str, float]:
     program = tuple(s for s in steps[:at] if isinstance(s, (Receive, Sweep)))
     totals: dict[str, list[float]] = {}
     for name in names:
-        desk = Desk(bound, run.work, sent.post, [run.participant(name, sent)], Single())
+        desk = ClientRunner(bound, run.work, sent.post, [run.participant(name, sent)])
         desk.run(program)
         for key, value in _values(desk, phase).items():
             totals.setdefault(key, []).append(value)
@@ -76,14 +75,14 @@ def _few(run: Run) -> list[str]:
     return [ids[i] for i in sorted({round(i * (len(ids) - 1) / max(1, CLIENTS - 1)) for i in range(CLIENTS)})]
 
 
-def _values(desk: Desk, bound_phase: BoundPhase) -> dict[str, float]:
+def _values(desk: ClientRunner, bound_phase: BoundPhase) -> dict[str, float]:
     """Of one client."""
     bound, phase, rows = desk.bound, bound_phase.phase, desk.participants[0].site.train
     size = desk.work.batch_size
     some = slice(0, len(rows) if isinstance(size, str) else size)
     x = map_inputs(lambda part: part[some], rows.x)
     batch = Batch(x, rows.y[some])
-    seen = desk.see(desk.private)
+    seen = desk.inputs.seen(desk.inputs.own)
     leaves = desk.leaves if phase.view is None else {**desk.leaves, **phase.view(desk.leaves, seen)}
     trained = tuple(bound.specs[n].local for n in bound_phase.trained)
     view = View(bound, leaves, batch, seen, copy=phase.copy, taps=bound_phase.taps, trained=trained)

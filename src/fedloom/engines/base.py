@@ -1,8 +1,8 @@
-"""The engine seam: one method."""
+"""What the round loop asks of an engine."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from fedloom.bound import Bound
@@ -19,3 +19,14 @@ class Engine(Protocol):
         self, bound: Bound, work: Work, program: Program, post: Post, participants: Sequence[Participant]
     ) -> list[Reply]:
         """One reply per participant, in the order given."""
+
+    def prefetch(self, bound: Bound, work: Work, round: int, participants: Callable[[], Sequence[Participant]]) -> None:
+        """A hint, given while the device may still run a round: the clients of the next one. Changes no number.
+
+        Args:
+            bound: the method of the next round.
+            work: how clients work.
+            round: the next round.
+            participants: draws its clients, without what they keep: call it only where there is something to prepare.
+        """
+        return None

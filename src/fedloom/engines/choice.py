@@ -41,7 +41,6 @@ class Plan:
         step: how the vectorised engine makes its steps.
         wave: most clients side by side; 0 where that does not apply.
         single: whether the loop engine computes with one thread, so that the number of workers changes nothing.
-        unpadded: whether batches of unequal length run one length at a time.
         halved: most clients side by side since memory ran out; 0 where it never did.
         why: one line.
     """
@@ -51,7 +50,6 @@ class Plan:
     step: Literal["auto", "mapped", "traced", "compiled"] = "auto"
     wave: int = 0
     single: bool = False
-    unpadded: bool = False
     halved: int = 0
     why: str = ""
 
@@ -167,7 +165,7 @@ def _again(run: Run, plan: Plan, head: str | None, *, asked: bool) -> tuple[Engi
     """The engine of a plan that was resolved before."""
     if plan.engine == "vectorised":
         wave, otherwise = plan.halved or None, _refuse if asked else _take_over
-        return VectorisedEngine(step=plan.step, wave=wave, unpadded=plan.unpadded, otherwise=otherwise), plan
+        return VectorisedEngine(step=plan.step, wave=wave, otherwise=otherwise), plan
     return (WorkersEngine(run, plan.workers, head=head) if plan.workers else LoopEngine(single=plan.single)), plan
 
 
@@ -179,10 +177,10 @@ def _vectorised(run: Run, plan: Plan, rows: int, device: str, *, asked: bool) ->
         return LoopEngine(), Plan(engine="loop", why=f"loop, because {verdict.why}")
     wave = min(run.size, wave_size(run.bound, run.work, rows, device))
     why = "; ".join(w for w in (plan.why, verdict.why) if w)
-    step = "auto" if wave < run.size or verdict.unpadded else plan.step
-    plan = Plan(engine="vectorised", step=step, wave=wave, unpadded=verdict.unpadded, why=why)
+    step = "auto" if wave < run.size else plan.step
+    plan = Plan(engine="vectorised", step=step, wave=wave, why=why)
     otherwise = _refuse if asked else _take_over
-    return VectorisedEngine(step=step, unpadded=verdict.unpadded, otherwise=otherwise), plan
+    return VectorisedEngine(step=step, otherwise=otherwise), plan
 
 
 def _refuse(error: Exception) -> tuple[Engine, str]:

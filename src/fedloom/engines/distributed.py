@@ -10,7 +10,7 @@ from __future__ import annotations
 import atexit
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -150,7 +150,7 @@ def _leave() -> None:
     dist.destroy_process_group()
 
 
-class DistributedEngine:
+class DistributedEngine(Engine):
     """Deals a cohort out to ranks.
 
     Args:
@@ -191,6 +191,15 @@ class DistributedEngine:
             found |= dict(zip(got["places"], mine, strict=True))
         return [found[j] for j in range(len(participants))]
 
+    def prefetch(self, bound: Bound, work: Work, round: int, participants: Callable[[], Sequence[Participant]]) -> None:
+        """Passes this rank's share of the clients on."""
+
+        def share() -> list[Participant]:
+            people = participants()
+            return [people[j] for j in dealt(people, self.ranks.count)[self.ranks.number]]
+
+        self.inner.prefetch(bound, work, round, share)
+
     def facts(self) -> dict[str, Any]:
         """What was resolved."""
         inner = getattr(self.inner, "facts", None)
@@ -219,7 +228,6 @@ def _packed(reply: Reply) -> dict[str, Any]:
         "loss": reply.loss,
         "judged": {name: list(parts) for name, parts in reply.judged.items()},
         "fault": reply.fault,
-        "unread": reply.unread,
     }
 
 

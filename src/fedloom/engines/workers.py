@@ -22,6 +22,7 @@ import torch
 from fedloom import errors
 from fedloom.bound import Bound
 from fedloom.engines import shipping
+from fedloom.engines.base import Engine
 from fedloom.engines.loop import LoopEngine
 from fedloom.errors import RunError
 from fedloom.slots import Program
@@ -34,7 +35,7 @@ PATIENCE = 120.0
 """Seconds that a worker has to start."""
 
 
-class WorkersEngine:
+class WorkersEngine(Engine):
     """Clients of a cohort dealt out to worker processes.
 
     Args:

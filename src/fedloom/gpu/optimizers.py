@@ -12,7 +12,7 @@ def moved(optimizer: Optimizer, params: Tensors, grads: Tensors, state: OptState
     """:func:`fedloom.optim.moved` for float32, with a rate that is a tensor."""
     if not isinstance(lr, Tensor) or not lr.is_cuda or {p.dtype for p in params} != {torch.float32}:
         return None
-    state.step = state.step + 1
+    state.step += 1  # in place where it is a tensor, as in a captured step
     fused(optimizer, params, grads, state, lr)
     return params
 

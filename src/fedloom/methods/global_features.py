@@ -67,7 +67,7 @@ def _previous_model(owner: str) -> Stage:
     def keep(message: Message, memory: Leaves, seen: Seen) -> tuple[Message, Leaves]:
         return message, {n: seen.final[n] for n in names(seen)}
 
-    return Stage(owner=owner, fn=keep, memory=lambda facts: {n: facts.start[n] for n in names(facts)}, stacked=True)
+    return Stage(owner=owner, fn=keep, memory=lambda facts: {n: facts.start[n] for n in names(facts)})
 
 
 def _cosines(view: View, seen: Seen, owner: str, read: Callable[[View], list[Tensor]]) -> list[tuple[Tensor, Tensor]]:

@@ -57,7 +57,7 @@ def control_variates(eta_g: float = 1.0) -> Callable[[Method], Method]:
         return reduced, dict(zip(memory, moved, strict=True))
 
     def apply(method: Method) -> Method:
-        stage = Stage(owner=OWNER, fn=renew, entries={"control": mean("uniform")}, memory=zeros, stacked=True)
+        stage = Stage(owner=OWNER, fn=renew, entries={"control": mean("uniform")}, memory=zeros)
         method = method.replacing_reducer(OWNER, "delta", mean("uniform")).adding(
             terms=(inner_product(OWNER, lambda seen: seen.broadcast[OWNER], minus=lambda seen: seen.memory[OWNER]),),
             stages=(stage,),

@@ -1,7 +1,19 @@
-"""FedLAG: layers whose updates conflict between clients become personal."""
+"""FedLAG: layers in which the updates of users conflict become personal (Algorithms 1 and 2 of the paper).
+
+The code uses the symbols of the paper:
+
+    u, v      users: the clients of a round, U of them
+    l         a layer; its leaves are ``layers[l]``
+    theta_u   leaves of user u, one after another as a vector; ``w`` is the server's
+    h         h_u = theta_u^(r,E) - theta_u^(r): what training changed, from the user's own start (eqs. 1, 2)
+    G         G_uv = <h_lu, h_lv> of one layer
+    GC        conflict score of each layer (Definition 4.1)
+    L_p       personal layers; L_g, all others, are aggregated
+"""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -9,55 +21,51 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fedloom import tree
+from fedloom import transfer, tree
 from fedloom.aggregators import similarity
-from fedloom.aggregators.sides import ended, gram, pairs_below
+from fedloom.aggregators.pairs import cosines, gram
 from fedloom.errors import Conflict, UserError
 from fedloom.record import Method
 from fedloom.reducers import mean, stack
 from fedloom.registry import plugin
 from fedloom.slots import Rule, ServerStage, Stage
 from fedloom.structure import LeafInfo, Structure
-from fedloom.transfer import Array
 from fedloom.types import Cohort, Facts, Leaves, Memory, Message
 from fedloom.uploads import unchanged
 
 OWNER = "lag"
-VALUE = "value:"
-"""Begins the name of what a client has, its leaves one after another: ``value:client``."""
+THETA = "value:"
+"""Prefix of the memory entry of a user: where its last round ended, the leaves one after another."""
 PAPER = "Nguyen et al., Towards Layer-Wise Personalized Federated Learning: Adaptive Layer Disentanglement via Conflicting Gradients"
 
 Select = Literal["conflict", "first", "middle", "last"] | Sequence[str]
 Layers = dict[str, tuple[str, ...]]
 
 
-def conflicts(products: Tensor, xi: float = 0.0) -> int:
-    """``GC_xi``: unordered pairs with ``cos(h_u, h_v) < xi``, from a Gram matrix; a zero vector's cosine is 0.
+# Algorithm 2: the score of a layer.
+
+
+def conflicts(G: Tensor, xi: float = 0.0) -> Tensor:
+    """``GC_xi = #{u < v: cos(h_u, h_v) < xi}`` from the Gram matrix of a layer; a zero vector has cosine 0.
 
     Cosines are clamped to [-1, 1] and rounded to 10 digits, so that every engine decides alike.
 
     Example:
         >>> h = torch.tensor([[1.0, 1.0], [-1.0, -1.0], [-1.0, 0.0]])
         >>> conflicts(gram([h])), conflicts(gram([h]), xi=-0.8)
-        (2, 1)
+        (tensor(2), tensor(1))
 
     Reference: FedLAG, Definition 4.1.
     """
-    return int(pairs_below(products, xi))
+    return (cosines(G) < xi).triu(diagonal=1).sum()
 
 
-def spread(products: Tensor) -> float:
-    """``sum_uv (||h_u||^2 - <h_u, h_v>) / M^2``: the variance of the updates over clients (Lemma 5.2), to 10 digits."""
-    return _ten_digits(float(_variance(products)))
+def variance(G: Tensor) -> Tensor:
+    """``sum_uv (||h_u||^2 - <h_u, h_v>) / U^2``: the variance of the updates over users.
 
-
-def _variance(products: Tensor) -> Tensor:
-    clients = products.shape[-1]
-    return products.diagonal(dim1=-2, dim2=-1).mean(-1) - products.sum((-2, -1)) / clients**2
-
-
-def _ten_digits(value: float) -> float:
-    return float(f"{max(value, 0.0):.9e}")
+    Reference: FedLAG, Lemma 5.2.
+    """
+    return G.diagonal().mean() - G.sum() / len(G) ** 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,118 +83,114 @@ class _Lag:
     require_conflict: bool
 
     def memory(self, facts: Facts) -> Leaves:
-        """Which leaves are shared now (``gate:``), this round's score of each layer, and the sum of the scores."""
+        """Per leaf whether it is shared (``gate:``), per layer the last score (``score:``) and their sum (``total:``).
+
+        All of it is on the host, which decides. Where users ended (``value:``) comes with their first round.
+        """
         gated = [i.name for i in facts.structure.leaves if rankable(i) and facts.specs[i.name].kind == "shared"]
         layers = self.layers(facts.structure, gated)
         if not layers:
             raise Conflict("'lag' has nothing to rank here: the method shares no layer of the model")
-        one = torch.ones((), dtype=facts.structure.dtype)  # of the host, which decides
-        chosen: tuple[str, ...] = ()
-        if self.select != "conflict" and self.schedule == "per_round":
-            chosen = self.choose(dict.fromkeys(layers, 0.0))
-        off = {leaf for layer in chosen for leaf in layers[layer]}
-        found = {f"gate:{n}": torch.zeros_like(one) if n in off else one.clone() for n in gated}
-        for what in ("score", "total"):
-            found |= {f"{what}:{layer}": torch.zeros((), dtype=torch.float64) for layer in layers}
-        return found
+        fixed = self.select != "conflict" and self.schedule == "per_round"
+        L_p = self.choose(dict.fromkeys(layers, 0.0)) if fixed else ()
+        zeros = torch.zeros(len(layers), dtype=torch.float64)
+        return {
+            **_gates(gated, _leaves(layers, L_p), facts.structure.dtype),
+            **_named("score:", layers, zeros),
+            **_named("total:", layers, zeros),
+        }
 
     def layers(self, structure: Structure, gated: Collection[str]) -> Layers:
-        """The rankable layers in forward order: a module's shared leaves together, or each tensor by itself."""
-        there = set(gated)
-        whole = {m: tuple(n for n in names if n in there) for m, names in structure.layers().items()}
+        """The leaves of each layer that can be ranked, in forward order; a tensor alone with ``granularity="tensor"``."""
+        modules = {m: tuple(n for n in names if n in gated) for m, names in structure.layers().items()}
         if self.granularity == "tensor":
-            return {name: (name,) for names in whole.values() for name in names}
-        return {module: names for module, names in whole.items() if names}
+            return {name: (name,) for names in modules.values() for name in names}
+        return {module: names for module, names in modules.items() if names}
 
     def stage(self, reduced: Message, memory: Leaves, cohort: Cohort) -> tuple[Message, Leaves]:
-        """Scores the layers, and keeps the mean of those that are personal now."""
-        gated = [i.name for i in cohort.structure.leaves if f"gate:{i.name}" in memory]
+        """Algorithm 1, lines 12 to 17: the mean of this round's personal layers, then the next round's personal layers."""
+        gated, h = _entries(memory, "gate:"), reduced["lag"]
         layers = self.layers(cohort.structure, gated)
-        updates = reduced["lag"]
-        rated = self.rate([[updates[leaf] for leaf in leaves] for leaves in layers.values()])
-        made = dict(memory)
         if self.k:
-            off = set(tree.off(_common(memory, "gate:")))
-            fixed = layers if self.select == "conflict" else self.choose(dict.fromkeys(layers, 0.0))
-            stored = [leaf for name in fixed for leaf in layers[name]]
-            reduced, made = self.average(reduced, made, cohort, stored, off)
-        return {**reduced, "asked": {"scores": rated}}, made
+            candidates = self.choose(dict.fromkeys(layers, 0.0)) if self.select != "conflict" else layers
+            stored = [leaf for layer in candidates for leaf in layers[layer]]
+            theta, shift = self.average(h, memory, cohort, stored, tree.zero_names(gated))
+            memory = memory | theta
+            reduced = {**reduced, "personal": shift} if shift else reduced
+        GC = self.divergence(layers, h)  # waits for the device, which has the mean to compute meanwhile
+        total = torch.stack(list(_entries(memory, "total:").values())).cpu() + GC
+        memory = memory | _named("score:", layers, GC) | _named("total:", layers, total)
+        L_p = self.next_layers(layers, GC, total, cohort) if self.k else None
+        if L_p is not None:
+            memory |= _gates(gated, _leaves(layers, L_p), next(iter(gated.values())).dtype)
+        return reduced, memory
 
-    def decide(self, memory: Leaves, told: Mapping[str, Array], cohort: Cohort) -> Leaves:
-        """This round's scores and their sums, and the gates that turn: nothing that the device would have to do."""
-        before, gated = _common(memory, "total:"), _common(memory, "gate:")
-        found = zip(self.layers(cohort.structure, gated), told["scores"].tolist(), strict=True)
-        scores = {name: _ten_digits(v) if self.score == "variance" else v for name, v in found}
-        totals = {name: before[name].item() + value for name, value in scores.items()}
-        numbers = torch.tensor([*scores.values(), *totals.values()], dtype=torch.float64).unbind()
-        names = [f"{what}:{name}" for what in ("score", "total") for name in scores]
-        made = dict(zip(names, numbers, strict=True))
-        chosen = self.scheduled(scores, totals, cohort) if self.k else None
-        if chosen is not None:
-            now = set(chosen) if self.granularity == "tensor" else _leaves(chosen, cohort.structure) & gated.keys()
-            here = all(v.is_cpu for v in gated.values())  # after a checkpoint they are where all else is
-            turned = now ^ set(tree.off(gated)) if here else gated.keys()
-            if turned:
-                kind = next(iter(gated.values())).dtype
-                values = torch.tensor([float(n not in now) for n in turned], dtype=kind).unbind()
-                made |= {f"gate:{n}": v for n, v in zip(turned, values, strict=True)}
-        return made
-
-    def rate(self, layers: Sequence[Sequence[Tensor]]) -> Tensor:
-        """The score of each layer, from the updates of its leaves, still on the device; a few Gram matrices are there at a time."""
-        some = max(1, similarity.CHUNK // layers[0][0].shape[0] ** 2)
-        found = []
-        for start in range(0, len(layers), some):
-            products = torch.stack([gram(updates) for updates in layers[start : start + some]])
-            found.append(_variance(products) if self.score == "variance" else pairs_below(products, self.xi))
-        return torch.cat(found)
+    def divergence(self, layers: Layers, h: Leaves) -> Tensor:
+        """Algorithm 2, lines 2 to 7: the score of each layer, on the host."""
+        scores = []
+        for leaves in layers.values():
+            G = gram([h[leaf] for leaf in leaves])
+            scores.append(variance(G) if self.score == "variance" else conflicts(G, self.xi))
+        numbers = torch.stack(scores).tolist()
+        if self.score == "variance":
+            numbers = [_ten_digits(number) for number in numbers]
+        return torch.tensor(numbers, dtype=torch.float64)
 
     def average(
-        self,
-        reduced: Message,
-        memory: Leaves,
-        cohort: Cohort,
-        leaves: Sequence[str],
-        personal: Collection[str],
-    ) -> tuple[Message, Leaves]:
-        """Eq. 4 of personal layers too: the mean of the clients' values, for newcomers and for layers that return.
+        self, h: Leaves, memory: Leaves, cohort: Cohort, stored: Sequence[str], L_p: Collection[str]
+    ) -> tuple[Leaves, Leaves]:
+        """Eq. 4 of personal layers too, for new users and for layers that return: ``mean_u theta_u^(r,E) - w``.
 
-        Clients send how far they moved from their own start; the server stores what each has (as the paper's does).
+        Users send h. A user starts a personal layer where its last round ended, which the server remembers (as the
+        paper's server does), and any other layer at w.
+
+        Args:
+            h: the updates, leaf by leaf (U x shape).
+            memory: holds where the users' last rounds ended.
+            cohort: the users.
+            stored: leaves that are personal or may become so.
+            L_p: leaves that are personal in this round.
+
+        Returns:
+            Where each user ended, as memory entries, and the mean of each personal leaf relative to the server's.
         """
-        if not leaves:
-            return reduced, memory
-        memory = _joined(memory, leaves)
-        weights = cohort.rows if self.weights == "samples" and len(set(cohort.rows)) > 1 else [1] * len(cohort)
-        widths = [cohort.leaves[leaf].numel() for leaf in leaves]
-        parts = _parts(leaves, widths, personal)
-        sent = torch.cat([cohort.leaves[leaf].reshape(-1) for leaf in leaves])
-        some = max(1, similarity.CHUNK // len(sent))
-        mean: Tensor | None = None
+        if not stored:
+            return {}, {}
+        sizes = [cohort.leaves[leaf].numel() for leaf in stored]
+        ends = list(itertools.accumulate(sizes))
+        columns = {leaf: slice(end - size, end) for leaf, size, end in zip(stored, sizes, ends, strict=True)}
+        w = torch.cat([cohort.leaves[leaf].reshape(-1) for leaf in stored])
+        n = cohort.rows if self.weights == "samples" else [1] * len(cohort)
+        n_u = transfer.onto(torch.tensor(n, dtype=w.dtype), w.device)[:, None]
+        theta, total = dict[str, Tensor](), torch.zeros_like(w)
+        some = max(1, similarity.CHUNK // len(w))  # users whose vectors are in memory together
         for first in range(0, len(cohort), some):
-            ids, own = cohort.ids[first : first + some], None
-            moved = torch.cat([reduced["lag"][leaf][first : first + some].reshape(len(ids), -1) for leaf in leaves], 1)
-            if any(kept for _, kept in parts):
-                own = [memory.get(f"{VALUE}{client}", sent) for client in ids]
-            values, away = ended(moved, sent, own, parts, weights[first : first + some])
-            memory |= dict(zip([f"{VALUE}{client}" for client in ids], values, strict=True))
-            if away is not None:
-                mean = away if mean is None else mean.add_(away)
-        if mean is None:
-            return reduced, memory
-        mean.div_(sum(weights))
-        means = zip(leaves, mean.split_with_sizes(widths), strict=True)
-        return {**reduced, "personal": {n: v.view_as(cohort.leaves[n]) for n, v in means if n in personal}}, memory
+            now = slice(first, first + some)
+            users = cohort.ids[now]
+            h_u = torch.cat([h[leaf][now].reshape(len(users), -1) for leaf in stored], 1)
+            theta_u = w + h_u
+            if L_p:
+                own = torch.stack([memory.get(f"{THETA}{u}", w) for u in users])
+                for leaf in L_p:
+                    at = columns[leaf]
+                    theta_u[:, at] = own[:, at] + h_u[:, at]
+                # Differences are added up, not the models: a sum of large values in float32 would lose what they differ in.
+                total += ((theta_u - w) * n_u[now]).sum(0)
+            theta |= dict(zip([f"{THETA}{u}" for u in users], tree.copies(theta_u.unbind()), strict=True))
+        means = zip(stored, (total / sum(n)).split(sizes), strict=True)
+        return theta, {leaf: mean.view_as(cohort.leaves[leaf]) for leaf, mean in means if leaf in L_p}
 
-    def scheduled(self, scores: dict[str, float], totals: dict[str, float], cohort: Cohort) -> tuple[str, ...] | None:
-        """The personal layers of the next round, as the schedule has it; None for those of this one."""
-        waiting = self.warmup if cohort.rounds is None else min(self.warmup, cohort.rounds // 2)
+    def next_layers(self, layers: Layers, GC: Tensor, total: Tensor, cohort: Cohort) -> Collection[str] | None:
+        """The personal layers of the next round by the schedule; None if they stay those of this round."""
+        warmup = self.warmup if cohort.rounds is None else min(self.warmup, cohort.rounds // 2)
         if self.schedule == "warmup_once":
-            return self.choose(totals) if cohort.round == waiting + 1 else None
-        early = self.schedule == "warmup_then_per_round" and cohort.round < waiting
-        return None if early else self.choose(scores)
+            return self.choose(dict(zip(layers, total.tolist(), strict=True))) if cohort.round == warmup + 1 else None
+        if self.schedule == "warmup_then_per_round" and cohort.round < warmup:
+            return None
+        return self.choose(dict(zip(layers, GC.tolist(), strict=True)))
 
-    def choose(self, scores: dict[str, float]) -> tuple[str, ...]:
-        """The personal layers: the k highest scores, the deeper layer first among equals; or a fixed choice."""
+    def choose(self, scores: Mapping[str, float]) -> Collection[str]:
+        """Algorithm 2, line 8: L_p, the k layers with the highest scores, of equal ones the deeper; or a fixed choice."""
         names = list(scores)
         k = min(self.k, len(names))
         if isinstance(self.select, tuple):
@@ -196,59 +200,51 @@ class _Lag:
             return self.select
         if self.select != "conflict":
             first = {"first": 0, "middle": (len(names) - k) // 2, "last": len(names) - k}[self.select]
-            return tuple(names[first : first + k])
+            return names[first : first + k]
         ranked = sorted(range(len(names)), key=lambda i: (-scores[names[i]], -i))
         if self.require_conflict:
             ranked = [i for i in ranked if scores[names[i]] > 0]
-        return tuple(names[i] for i in ranked[:k])
+        return [names[i] for i in ranked[:k]]
 
     def report(self, memory: Leaves) -> dict[str, Any]:
-        """One row of the layer x round matrix of scores, and the layers that are personal in the next round."""
-        scores = {name: float(value) for name, value in _common(memory, "score:").items()}
-        return {"score": scores, "personal": tree.off(gates({OWNER: memory}))}
+        """The score of each layer in this round, and the leaves that are personal in the next one."""
+        scores = {layer: value.item() for layer, value in _entries(memory, "score:").items()}
+        return {"score": scores, "personal": tree.zero_names(_entries(memory, "gate:"))}
 
 
-def _parts(leaves: Sequence[str], widths: Sequence[int], chosen: Collection[str]) -> list[tuple[slice, bool]]:
-    """Where leaves lie, one behind the other, and whether they are chosen; neighbours that are alike together."""
-    found: list[tuple[slice, bool]] = []
-    begin = 0
-    for leaf, width in zip(leaves, widths, strict=True):
-        alike = bool(found) and found[-1][1] == (leaf in chosen)
-        start = found.pop()[0].start if alike else begin
-        begin += width
-        found.append((slice(start, begin), leaf in chosen))
+def _ten_digits(value: float) -> float:
+    """A sum that is rounded alike on every engine."""
+    return float(f"{max(value, 0.0):.9e}")
+
+
+def _leaves(layers: Layers, chosen: Collection[str]) -> set[str]:
+    return {leaf for layer in chosen for leaf in layers[layer]}
+
+
+def _gates(gated: Collection[str], personal: Collection[str], dtype: torch.dtype) -> Leaves:
+    """``gate:leaf``: 1 where a leaf is shared, 0 where it is personal."""
+    return _named("gate:", gated, torch.tensor([float(leaf not in personal) for leaf in gated], dtype=dtype))
+
+
+def _named(prefix: str, names: Collection[str], values: Tensor) -> Leaves:
+    """The elements of a vector under names of their own."""
+    return {f"{prefix}{name}": value.clone() for name, value in zip(names, values, strict=True)}
+
+
+def _entries(memory: Leaves, prefix: str) -> Leaves:
+    """Entries whose names begin with a prefix, without it. Those of users come last, and may be very many."""
+    found: Leaves = {}
+    for name, value in memory.items():
+        if name.startswith(THETA):
+            break
+        if name.startswith(prefix):
+            found[name[len(prefix) :]] = value
     return found
-
-
-def _joined(memory: Leaves, leaves: Sequence[str]) -> Leaves:
-    """What clients have, a tensor each; folders of earlier runs hold it leaf by leaf, as ``value:client:leaf``."""
-    last = next(reversed(memory))
-    if not last.startswith(VALUE) or not last.endswith(tuple(f":{leaf}" for leaf in leaves)):
-        return memory
-    tail = f":{leaves[0]}"
-    clients = [n.removesuffix(tail) for n in memory if n.startswith(VALUE) and n.endswith(tail)]
-    made = {n: v for n, v in memory.items() if not n.startswith(VALUE)}
-    return made | {c: torch.cat([memory[f"{c}:{leaf}"].reshape(-1) for leaf in leaves]) for c in clients}
-
-
-def _leaves(modules: Collection[str], structure: Structure) -> set[str]:
-    return {leaf.name for leaf in structure.leaves if leaf.module in modules}
 
 
 def gates(memory: Memory) -> Leaves:
     """Per gated leaf 1 (shared) or 0 (personal), as the server remembers it."""
-    return _common(memory[OWNER], "gate:")
-
-
-def _common(memory: Leaves, what: str) -> Leaves:
-    """What is remembered of no single client: it stands in front, in the order of making and in that of the alphabet alike."""
-    found: Leaves = {}
-    for name, value in memory.items():
-        if name.startswith(what):
-            found[name[len(what) :]] = value
-        elif name.startswith(VALUE):
-            break
-    return found
+    return _entries(memory[OWNER], "gate:")
 
 
 def rankable(leaf: LeafInfo) -> bool:
@@ -310,12 +306,8 @@ def lag(
         if k:
             method = method.replacing_gate(OWNER, rankable, gates)
         return method.adding(
-            stages=(Stage(owner=OWNER, fn=unchanged, also={"lag": ("delta", stack())}, stacked=True),),
-            server=(
-                ServerStage(
-                    owner=OWNER, fn=options.stage, memory=options.memory, decide=options.decide, report=options.report
-                ),
-            ),
+            stages=(Stage(owner=OWNER, fn=unchanged, also={"lag": ("delta", stack())}),),
+            server=(ServerStage(owner=OWNER, fn=options.stage, memory=options.memory, report=options.report),),
         )
 
     return apply

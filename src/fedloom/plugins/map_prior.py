@@ -261,7 +261,7 @@ def map_prior(
                 Rule(owner=OWNER, pattern=statistics, kind="personal", only="shared", optional=True),
             ),
             terms=() if taken or chosen.flat else (Term(owner=OWNER, fn=it.term, phases=_not_first),),
-            stages=(Stage(owner=OWNER, fn=it.send, entries=entries, also=also, memory=it.scales, stacked=it.plain),),
+            stages=(Stage(owner=OWNER, fn=it.send, entries=entries, also=also, memory=it.scales),),
         )
         if server_lr is not None or not isinstance(chosen, Gaussian):
             method = method.adding(server=(_stage(it),))

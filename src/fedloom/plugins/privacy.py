@@ -96,7 +96,7 @@ def noise(sigma: float = 1.0, at: Literal["site", "server"] = "site") -> Callabl
             method = method.replacing_reducer("noise", "delta", mean("uniform"))
         stages = (ServerStage(owner="noise", fn=_ServerNoise(sigma)), *method.server.stages)
         # An empty stage at the client keeps the order: what is clipped later would not be covered.
-        method = method.adding(stages=(Stage(owner="noise", fn=unchanged, follows=("clip",), stacked=True),))
+        method = method.adding(stages=(Stage(owner="noise", fn=unchanged, follows=("clip",)),))
         return replace(method, server=replace(method.server, stages=stages))
 
     return central

@@ -119,10 +119,6 @@ class ClientStore(MutableMapping[str, ClientState]):
         """How often a client has taken part, without reading its state."""
         return self._rounds.get(name, 0)
 
-    def held(self, name: str) -> ClientState | None:
-        """What a client keeps, if it is in memory."""
-        return self[name] if name in self._cache else None
-
     def take(self, clients: Mapping[str, ClientState]) -> None:
         """Makes the store hold these states and no others."""
         for name in [n for n in self._rounds if n not in clients]:

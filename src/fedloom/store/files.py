@@ -11,7 +11,7 @@ from safetensors.torch import save as save_tensors
 from torch import Tensor
 
 from fedloom import newcomers
-from fedloom.client import Desk
+from fedloom.clients.runner import ClientRunner
 from fedloom.data import Federation
 from fedloom.network import Network
 from fedloom.run import Run
@@ -55,7 +55,7 @@ def shared_leaves(run: Run) -> Leaves:
     return {name: leaves[name] for name in bound.network.start}
 
 
-def own_leaves(desk: Desk, shared: Leaves) -> Leaves:
+def own_leaves(desk: ClientRunner, shared: Leaves) -> Leaves:
     """The leaves of a client's own model that are not the shared model's, after its adapt program."""
     bound = desk.bound
     copy = bound.method.evaluate.copy

@@ -52,4 +52,4 @@ def send_model(weight: str = "n", *, buffers: str = "n", log: bool = False) -> S
         return message, memory
 
     entries = {"delta": mean(weight, log=log), "buffers": mean(buffers), "counters": maximum()}
-    return Stage(owner="model", fn=fn, entries=entries, stacked=True)
+    return Stage(owner="model", fn=fn, entries=entries)

@@ -126,7 +126,7 @@ def with_prototypes(
             class_sweep(owner, feature=feature, taps=taps, at="received" if at == "received" else "now"),
             at="end" if at == "now" else "start",
         ).adding(
-            stages=(Stage(owner=owner, fn=send, entries={owner: ratio()}, stacked=weight == "n"),),
+            stages=(Stage(owner=owner, fn=send, entries={owner: ratio()}),),
             prepare=(Prepare(owner=owner, fn=lambda memory, cohort: Prepared(memory=memory, broadcast=memory)),),
             server=(ServerStage(owner=owner, fn=renew, memory=blank),),
         ),

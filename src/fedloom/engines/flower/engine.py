@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from fedloom.bound import Bound
+from fedloom.engines.base import Engine
 from fedloom.engines.flower import programs as named
 from fedloom.engines.flower.hub import Answers, Hub
 from fedloom.engines.flower.wire import Answer, Job
@@ -28,7 +29,7 @@ def accepted_round(state: ClientState) -> int | None:
 
 
 @dataclass(slots=True)
-class FlowerEngine:
+class FlowerEngine(Engine):
     """One run's way to the sites.
 
     Args:

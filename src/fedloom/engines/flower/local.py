@@ -18,6 +18,7 @@ from flwr.supercore.run import Run as FlowerRun
 from flwr.supercore.task_identity import TaskIdentity
 
 from fedloom.bound import Bound
+from fedloom.engines.base import Engine
 from fedloom.engines.flower.engine import FlowerEngine, accepted_round
 from fedloom.engines.flower.hub import Hub, Post
 from fedloom.engines.flower.site import Bench, Workshop, client_app
@@ -90,7 +91,7 @@ class LocalGrid(Grid):
         return self.pull_messages(self.push_messages(messages))
 
 
-class LocalEngine:
+class LocalEngine(Engine):
     """``fit(engine="flower")``: every client becomes a site in this process, with a folder of its own.
 
     Args:

@@ -9,17 +9,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from fedloom import server, tree
+from fedloom import server
 from fedloom.bound import Bound
-from fedloom.client import Desk
+from fedloom.clients.runner import ClientRunner
 from fedloom.data import Rows
 from fedloom.engines.flower.codes import WORDS, Code, Refusal
-from fedloom.engines.loop import Single
 from fedloom.errors import UserError
 from fedloom.run import with_judgements
 from fedloom.slots import Judge, Program, Receive
 from fedloom.types import Cohort, Inputs, Leaves, Message
-from fedloom.work import ClientState, Participant, Site, Work
+from fedloom.work import ClientState, Participant, Reply, Site, Work
 
 ROUND, SETUP, OWN, SHARED, VALIDATE = "round", "setup", "own", "shared", "validate"
 LOST_STATE = WORDS[Code.STATE]
@@ -119,7 +118,7 @@ def declared(bound: Bound, work: Work, sample: Sample, program: str = ROUND) -> 
 
 def _rehearsed(
     bound: Bound, work: Work, site: Site, state: server.ServerState, kept: ClientState, program: str
-) -> Desk:
+) -> ClientRunner:
     """The desk of a lone client after a program."""
     cohort = _cohort(bound, work, site, 0 if program == SETUP else 1)
     if program == SETUP:
@@ -127,7 +126,7 @@ def _rehearsed(
     else:
         _, sent = server.dispatch(bound, state, cohort)
     person = Participant(site, kept, dict(sent.addressed[site.id]), sent.keys.get(site.id))
-    desk = Desk(bound, replace(work, epochs=1, batch_size=2), sent.post, [person], Single())
+    desk = ClientRunner(bound, replace(work, epochs=1, batch_size=2), sent.post, [person])
     desk.run(programs(bound)[program])
     return desk
 
@@ -167,14 +166,14 @@ def undeclared(message: Message, allowed: Declared) -> str | None:
     return None if missing is None else f"{missing} is missing"
 
 
-def check_leaving(message: Message, allowed: Declared, kept: Leaves) -> None:
-    """Refuses to send what is not declared, and to keep what is not finite."""
-    fault = undeclared(message, allowed)
+def check_leaving(reply: Reply, allowed: Declared) -> None:
+    """Refuses to send what is not declared, and to keep what is not finite. The server checks the message."""
+    fault = undeclared(reply.message, allowed)
     if fault is not None:
         raise Refusal(Code.UNDECLARED, fault)
-    for name, value in kept.items():
-        if not tree.all_finite({name: value}):
-            raise Refusal(Code.NOT_FINITE, f"the leaf {name!r} is not finite")
+    fault = server.first_fault(replace(reply, message={}))
+    if fault is not None:
+        raise Refusal(Code.NOT_FINITE, fault)
 
 
 def manifest(allowed: Declared) -> list[dict[str, Any]]:

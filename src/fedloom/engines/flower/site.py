@@ -20,12 +20,11 @@ from flwr.clientapp import ClientApp
 import fedloom
 from fedloom import rng
 from fedloom.bound import Bound
-from fedloom.client import Desk
+from fedloom.clients.runner import ClientRunner
 from fedloom.engines.flower import programs as named
 from fedloom.engines.flower.codes import Code, Refusal
 from fedloom.engines.flower.state import SiteStore
 from fedloom.engines.flower.wire import Answer, Job, Letter, Malformed, Package, pack_package, unpack_letter
-from fedloom.engines.loop import Single
 from fedloom.store.packing import plain
 from fedloom.tasks import Task
 from fedloom.types import Leaves, Memory
@@ -98,7 +97,7 @@ class Workshop:
             return Answer(code=Code.FAILED)
 
     def perform(self, experiment: str, job: Job) -> Answer:
-        """One program: the definition of right is :class:`fedloom.client.Desk` with one client."""
+        """One program: the definition of right is :class:`fedloom.clients.runner.ClientRunner` with one client."""
         bench = self.benches.get(job.run)
         if bench is None or job.stage not in bench.bounds:
             raise Refusal(Code.UNKNOWN_JOB, f"no run {job.run!r} (stage {job.stage})")
@@ -112,7 +111,7 @@ class Workshop:
             desk.run(program)
         (reply,) = desk.replies()
         if named.trains(job.program):
-            named.check_leaving(reply.message, bench.declared(job.stage, job.program), reply.state.leaves)
+            named.check_leaving(reply, bench.declared(job.stage, job.program))
             kept = replace(reply.state, rounds=0) if job.program == named.SETUP else reply.state
             self.store.save(experiment, job.run, job.post.round, kept, job.base)
         elif job.program == named.OWN:
@@ -125,10 +124,11 @@ class Workshop:
             if rows and not self.share_rows:
                 sums, rows = numbers(task, sums, rows), {}
             judged[name] = (sums, rows)
-        return Answer(message=reply.message if sends else {}, steps=reply.steps, loss=reply.loss, judged=judged)
+        loss = None if reply.loss is None else float(reply.loss)
+        return Answer(message=reply.message if sends else {}, steps=reply.steps, loss=loss, judged=judged)
 
 
-def desk_for(bench: Bench, job: Job, state: ClientState) -> Desk:
+def desk_for(bench: Bench, job: Job, state: ClientState) -> ClientRunner:
     """The desk of a job: what was sent laid over what the site makes itself."""
     bound = bench.bounds[job.stage]
     unknown = next((n for n in (*job.post.leaves, *job.post.gate) if n not in bound.start), None)
@@ -151,7 +151,7 @@ def desk_for(bench: Bench, job: Job, state: ClientState) -> Desk:
         gate={n: v.to(device) for n, v in job.post.gate.items()},
     )
     person = Participant(bench.site, state, here(job.addressed), job.key, job.share)
-    return Desk(bound, bench.work, post, [person], Single())
+    return ClientRunner(bound, bench.work, post, [person])
 
 
 def numbers(task: Task, sums: Leaves, rows: Leaves) -> Leaves:

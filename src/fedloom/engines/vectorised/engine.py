@@ -7,26 +7,29 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
 
 from fedloom.bound import Bound
-from fedloom.client import Desk
+from fedloom.clients.inputs import ClientInputs
+from fedloom.clients.runner import ClientRunner
+from fedloom.clients.step import EagerRunner, PhaseStart, ScheduleOf, StartSteps, Step, StepRunner, start_eager
+from fedloom.clients.sweep import Accumulate, add_up
 from fedloom.engines.base import Engine
 from fedloom.engines.vectorised import waves
-from fedloom.engines.vectorised.feed import SWEEP_GRAIN, Pools
-from fedloom.engines.vectorised.graphed import Arenas
-from fedloom.engines.vectorised.layout import Stacked
-from fedloom.engines.vectorised.sweeping import Grounds
-from fedloom.engines.vectorised.traced import TRACE_STEPS, Traces
+from fedloom.engines.vectorised.arrangement import ManyClients
+from fedloom.engines.vectorised.captured import CapturedSteps
+from fedloom.engines.vectorised.compiled import start_compiled
+from fedloom.engines.vectorised.first_round import FirstRound, Reached
+from fedloom.engines.vectorised.prefetch import Prefetched
+from fedloom.engines.vectorised.rows import SWEEP_GRAIN, RowCache
+from fedloom.engines.vectorised.traced import TRACE_STEPS, TracedGradients, Traces
 from fedloom.errors import FedloomError, RunError, UserError
-from fedloom.particulars import Particulars
 from fedloom.slots import Program
 from fedloom.work import Participant, Post, Reply, Work
 
 StepKind = Literal["auto", "mapped", "traced", "compiled", "graphed"]
 
 
-class VectorisedEngine:
+class VectorisedEngine(Engine):
     """Runs clients side by side.
 
     Args:
@@ -34,7 +37,6 @@ class VectorisedEngine:
             them), ``"compiled"`` (fused by ``torch.compile``), ``"graphed"`` (replays of CUDA graphs), or ``"auto"``: graphed on
             CUDA, elsewhere traced where the run is long enough to pay.
         wave: most clients side by side; None for the rule of :mod:`fedloom.engines.vectorised.waves`.
-        unpadded: batches of unequal length are made one length at a time, for models in which rows see each other.
         otherwise: called with the error when clients cannot be run side by side after all; returns the engine that takes over, and why.
 
     Attributes:
@@ -50,16 +52,16 @@ class VectorisedEngine:
         *,
         step: StepKind = "auto",
         wave: int | None = None,
-        unpadded: bool = False,
         otherwise: Callable[[Exception], tuple[Engine, str]] | None = None,
     ) -> None:
         if step not in ("auto", "mapped", "traced", "compiled", "graphed"):
             raise UserError(f"step={step!r}: expected auto, mapped, traced, compiled or graphed")
-        self.step, self.wave, self.unpadded = step, wave, unpadded
-        self.pools = Pools()
+        self.step, self.wave = step, wave
+        self.rows = RowCache()
         self.traces = None if step == "mapped" else Traces(TRACE_STEPS if step == "auto" else 1, step == "compiled")
-        self.arenas, self.grounds = Arenas(), Grounds()
-        self._ahead: Particulars | None = None
+        self.captured = CapturedSteps()
+        self.prefetched = Prefetched(self.rows, self.captured.batches)
+        self.reached: Reached = {}
         self._sizes: dict[Hashable, tuple[Bound, Work, int]] = {}
         self.events: list[str] = []
         self.told: Callable[[dict[str, Any]], None] | None = None
@@ -72,32 +74,24 @@ class VectorisedEngine:
         """One reply per participant, in the order given."""
         if self.instead is not None:
             return self.instead.run_cohort(bound, work, program, post, participants)
-        found: dict[str, Reply] = {}
+        replies: dict[str, Reply] = {}
         for wave in self._waves(bound, work, participants, next(iter(post.leaves.values())).device):
-            found |= {r.id: r for r in self._wave(bound, work, program, post, wave)}
-        return [found[p.site.id] for p in participants]
+            replies |= {r.id: r for r in self._wave(bound, work, program, post, wave)}
+        return [replies[p.site.id] for p in participants]
 
-    def foresee(
-        self, bound: Bound, work: Work, round: int, people: Callable[[], Sequence[Participant]], post: Post
-    ) -> None:
-        """Plans a round to come, where the device is still at work on the present one: on a CPU nothing is gained.
-
-        The post need not be the one that will be sent; the more alike they are, the more there is to gain.
-        """
-        there = next(iter(bound.start.values()))
-        if self.instead is not None or not self._captures(there):
+    def prefetch(self, bound: Bound, work: Work, round: int, participants: Callable[[], Sequence[Participant]]) -> None:
+        """Lays out the batches of the first phase of the next round, where steps are captured: a CPU gains nothing."""
+        device = next(iter(bound.start.values())).device
+        if self.instead is not None or not self._captures(device):
             return
-        asked = people()
-        self.pools.plans.foresee(bound, work, round, asked)
-        if not asked or self.unpadded:
-            return
-        wave = self._waves(bound, work, asked, there.device)[0]
-        try:
-            self.pools.foresee(bound, work, round, wave, SWEEP_GRAIN)
-            self.pools.stacks.foresee(bound, wave, post)
-            self._ahead = Particulars(work, round, wave, Stacked(self.pools), there.device, bound.structure.dtype)
-        except torch.OutOfMemoryError:  # there will be room when this round's replies are gone
-            self.pools.clear()
+        people = participants()
+        if people:
+            wave = self._waves(bound, work, people, device)[0]
+            try:
+                self.prefetched.prefetch(bound, work, round, wave)
+            except torch.OutOfMemoryError:  # there is room once the replies of this round are gone
+                self.prefetched.clear()
+                self.rows.clear()
 
     def _waves(
         self, bound: Bound, work: Work, people: Sequence[Participant], device: torch.device
@@ -113,23 +107,55 @@ class VectorisedEngine:
 
     def facts(self) -> dict[str, Any]:
         """What was resolved, and what happened since: for the run's record."""
-        notes = [*([] if self.traces is None else self.traces.notes), *self.arenas.notes]
+        notes = [*([] if self.traces is None else self.traces.notes), *self.captured.notes]
         name = self.name if self.instead is None else self.instead.name
         return {"engine": name, "step": self.step, "wave": self.wave or 0, "events": [*self.events, *notes]}
 
-    def _captures(self, there: Tensor) -> bool:
-        return self.step == "graphed" or (self.step == "auto" and there.is_cuda)
+    def _captures(self, device: torch.device) -> bool:
+        return self.step == "graphed" or (self.step == "auto" and device.type == "cuda")
+
+    def _runners(self, work: Work, device: torch.device) -> tuple[StartSteps, Accumulate]:
+        """What executes the steps of a phase, and what adds up sweeps."""
+        traces = self.traces
+        if self._captures(device):
+            return self.captured.start, self.captured.accumulate
+        if traces is None:
+            return start_eager, add_up
+
+        def start(step: Step, start: PhaseStart, inputs: ClientInputs, schedule: ScheduleOf) -> StepRunner:
+            phase = step.phase.phase
+            steps: Any = None
+            name = (step.bound, phase.name, inputs.facts["key"])
+            compiled = traces.compiled and phase.until is None and not work.keep_optimizer
+            if compiled:
+                steps = schedule("fixed")
+                if name in self.reached:
+                    runner = start_compiled(step, start, inputs, steps, self.reached[name], traces)
+                    if runner is not None:
+                        return runner
+            else:
+                steps = schedule("narrow" if phase.until is None else "all")
+            eager = EagerRunner(step, start, inputs, steps, TracedGradients(step, traces, steps, work.rounds or 1))
+            return FirstRound(eager, self.reached, name) if compiled else eager
+
+        return start, add_up
 
     def _wave(self, bound: Bound, work: Work, program: Program, post: Post, wave: list[Participant]) -> list[Reply]:
         if self.instead is not None:
             return self.instead.run_cohort(bound, work, program, post, wave)
+        device = next(iter(post.leaves.values())).device
         try:
-            captured = self._captures(next(iter(post.leaves.values())))
-            arenas, grounds = (self.arenas, self.grounds) if captured else (None, None)
-            layout = Stacked(self.pools, self.traces, unpadded=self.unpadded, arenas=arenas, grounds=grounds)
-            desk = Desk(bound, work, post, wave, layout, self._ahead)
-            desk.run(program)
-            return desk.replies(read=False)
+            clients = ClientRunner(
+                bound,
+                work,
+                post,
+                wave,
+                ManyClients(self.rows, SWEEP_GRAIN if self._captures(device) else 1),
+                *self._runners(work, device),
+                schedules=self.prefetched.take(bound, work, post.round, program, wave),
+            )
+            clients.run(program)
+            return clients.replies()
         except torch.OutOfMemoryError as error:
             if len(wave) == 1:
                 raise RunError(
@@ -158,10 +184,11 @@ class VectorisedEngine:
         return [reply for half in halves if half for reply in self._wave(bound, work, program, post, half)]
 
     def _clear(self) -> None:
-        """Gives up what waves leave on the device for the next ones."""
-        self.pools.clear()
-        self.arenas.known.clear()
-        self.grounds.known.clear()
+        """Drops what waves keep on the device for the next ones."""
+        self.rows.clear()
+        self.prefetched.clear()
+        self.captured.known.clear()
+        self.captured.sweeps.clear()
         gc.collect()  # graphs and what they were made by refer to each other
         if torch.cuda.is_available():
             torch.cuda.empty_cache()

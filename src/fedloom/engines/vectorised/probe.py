@@ -39,12 +39,10 @@ class Verdict:
 
     Args:
         possible: whether the vectorised engine gives the loop's numbers.
-        unpadded: whether it needs batches without padding rows for that.
         why: one line, empty where all is well.
     """
 
     possible: bool
-    unpadded: bool = False
     why: str = ""
 
 
@@ -60,7 +58,7 @@ def probe(run: Run) -> Verdict:
         if not found.possible:
             return found
         if found.why:
-            verdict = Verdict(True, found.unpadded or verdict.unpadded, found.why)
+            verdict = Verdict(True, found.why)
     return verdict
 
 
@@ -110,12 +108,7 @@ def _compared(run: Run, bound: Bound, plain: dict[str, Tensor], again: dict[str,
     gap = _gap(even, side)
     if gap > tolerance:
         return Verdict(False, why=f"under vmap the model gives other numbers than plainly (they differ by {gap:.1g})")
-    if any(p.phase.until is not None for p in bound.phases.values()):
-        return Verdict(False, why="padding rows change the model's output, and a phase stops clients one by one")
-    apart = _played(run, bound, VectorisedEngine(step="mapped", unpadded=True), UNEQUAL, 0)
-    if _gap(plain, apart) <= tolerance:
-        return Verdict(True, True, "padding rows change the model's output: batches of unequal length run one by one")
-    return Verdict(False, why="padding rows change the model's output in evaluation (rows of a batch see each other)")
+    return Verdict(False, why="padding rows change the model's output (rows of a batch see each other)")
 
 
 def _played(run: Run, bound: Bound, engine: Engine, sizes: tuple[int, ...], seed: int) -> dict[str, Tensor]:

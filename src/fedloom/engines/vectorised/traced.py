@@ -1,29 +1,27 @@
-"""Traced gradients: the mapped objective and its backward pass as one flat list of tensor operations.
+"""Traced gradients: :meth:`Step.gradients` of a wave as one flat list of tensor operations.
 
 Tracing runs the client code once; what remains has no Python of the model, of terms or of ``vmap`` in it. A trace holds
 for one phase and one set of shapes. What changes from round to round as a Python number (round, learning rate) would
-be baked in, so a trace notes which of these the client code read and is used only while they have the same values.
+be baked in, so a trace records which of these the client code read and is used only while they have the same values.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
+from fedloom.clients.arrangement import Schedule
+from fedloom.clients.inputs import ClientInputs
+from fedloom.clients.step import Step
 from fedloom.engines.vectorised.algebra import is_write, simplify
-from fedloom.engines.vectorised.mapping import over_clients
-from fedloom.stepping import objective
-from fedloom.types import Memory, Seen
-
-if TYPE_CHECKING:
-    from fedloom.client import Desk
-    from fedloom.engines.vectorised.stepper import Known, MappedStepper
+from fedloom.types import Batch, Leaves, Memory, Seen
 
 TRACE_STEPS = 200
 """A shape that occurs this often in a run is worth a trace."""
@@ -31,10 +29,10 @@ RETRACES = 3
 CHANGING = ("round", "lr", "rates")
 
 
-def watched(desk: Desk, common: dict[str, Any], touched: set[str]) -> Callable[..., Seen]:
-    """``desk.see`` with what everybody receives passed in, noting which changing Python numbers are read."""
+def recording(inputs: ClientInputs, touched: set[str], **tensors: Any) -> ClientInputs:
+    """Inputs with other tensors, that record which changing Python numbers client code reads."""
 
-    class Watched(Seen):
+    class Recorded(Seen):
         __slots__ = ()
 
         def __getattribute__(self, name: str) -> Any:
@@ -42,29 +40,19 @@ def watched(desk: Desk, common: dict[str, Any], touched: set[str]) -> Callable[.
                 touched.add(name)
             return super().__getattribute__(name)
 
-    def see(private: dict[str, Any]) -> Seen:
-        plain = desk.see(private)
-        values = {f.name: getattr(plain, f.name) for f in dataclasses.fields(plain)}
-        return Watched(**(values | common))
-
-    return see
+    return dataclasses.replace(inputs, seen_type=Recorded, **tensors)
 
 
-def common_of(desk: Desk) -> dict[str, Any]:
-    """What everybody receives, as arguments of a trace."""
-    post = desk.post
-    return {"received": post.leaves, "broadcast": post.broadcast, "gate": post.gate}
-
-
-def constants(desk: Desk, names: Iterable[str]) -> tuple[Hashable, ...]:
+def constants(inputs: ClientInputs, names: Iterable[str]) -> tuple[Hashable, ...]:
     """Present values of the numbers that a trace has baked in."""
-    now = {"round": desk.post.round, "lr": desk.lr, "rates": tuple(sorted(desk.rates.items()))}
+    facts = inputs.facts
+    now = {"round": facts["round"], "lr": facts["lr"], "rates": tuple(sorted(facts["rates"].items()))}
     return tuple(now[n] for n in sorted(names))
 
 
 @dataclasses.dataclass(slots=True)
 class Trace:
-    """A traced gradient, ready for use: ``(packed, carry, step) -> (losses, gradients, carry)``.
+    """A traced gradient.
 
     Args:
         run: the operations.
@@ -80,27 +68,6 @@ class Trace:
     values: tuple[Hashable, ...]
 
 
-class Attached:
-    """A trace with the arguments of a phase that stay the same from step to step."""
-
-    def __init__(self, trace: Trace, fixed: list[Any]) -> None:
-        self.trace, self.count = trace, len(fixed)
-        self.run, self.used = trace.run, trace.used
-        self.fixed = [fixed[i] for i in trace.kept if i < self.count]
-        self.moving = [i - self.count for i in trace.kept if i >= self.count]
-
-    @torch.no_grad()
-    def __call__(
-        self, packed: dict[str, Any], carry: Memory, step: Tensor
-    ) -> tuple[Tensor, list[Tensor | None], Memory]:
-        """Losses, gradients and the terms' carried values."""
-        flat = pytree.tree_leaves((packed, step, carry))
-        found = iter(self.run(*self.fixed, *[flat[i] for i in self.moving]))
-        losses = next(found)
-        grads = [next(found) if used else None for used in self.used]
-        return losses, grads, pytree.tree_unflatten(list(found), pytree.tree_structure(carry)) if carry else carry
-
-
 class Traces:
     """Traces of a run.
 
@@ -114,58 +81,105 @@ class Traces:
         self.notes: list[str] = []
         self.times: dict[Hashable, int] = {}
         self.owners: list[object] = []
-        self.used: dict[Hashable, Known] = {}
         self.programs: dict[Hashable, Any] = {}
+        self.reached: dict[Hashable, Any] = {}
         self._known: dict[Hashable, Trace | None] = {}
 
-    def of(self, stepper: MappedStepper, packed: dict[str, Any], step: Tensor, planned: int) -> Attached | None:
-        """The trace of the present step, made if it is worth it; None where the step is better mapped."""
-        if planned < self.least:
-            return None
-        desk = stepper.desk
-        fixed, fixed_spec = pytree.tree_flatten((stepper.leaves, stepper.private, common_of(desk)))
-        moving, moving_spec = pytree.tree_flatten((packed, step, stepper.carry))
-        shapes = tuple((t.shape, t.dtype) for t in [*fixed, *moving])
-        key = (id(desk.bound), stepper.phase.phase.name, desk.participants[0].key, fixed_spec, moving_spec, shapes)
+    def of(self, step: Step, inputs: ClientInputs, fixed: Any, moving: Any) -> Trace | None:
+        """The trace of a step with these arguments, made if it is worth it; None where the step is better mapped."""
+        flat, spec = pytree.tree_flatten((fixed, moving))
+        shapes = tuple((t.shape, t.dtype) for t in flat)
+        key = (id(step.bound), step.phase.phase.name, inputs.facts["key"], spec, shapes)
         trace = self._known.get(key)
         if trace is None and key in self._known:
             return None
-        if trace is None or constants(desk, trace.touched) != trace.values:
+        if trace is None or constants(inputs, trace.touched) != trace.values:
             self.times[key] = self.times.get(key, 0) + 1
-            trace = None
-            if self.times[key] <= RETRACES:
-                trace = self._make(stepper, fixed, fixed_spec, moving, moving_spec)
+            trace = self._make(step, inputs, flat, spec) if self.times[key] <= RETRACES else None
             self._known[key] = trace
-            self.owners.append(desk.bound)
-        return None if trace is None else Attached(trace, fixed)
+            self.owners.append(step.bound)
+        return trace
 
-    def _make(
-        self, stepper: MappedStepper, fixed: list[Any], fixed_spec: Any, moving: list[Any], moving_spec: Any
-    ) -> Trace | None:
-        desk, phase = stepper.desk, stepper.phase
+    def _make(self, step: Step, inputs: ClientInputs, flat: list[Any], spec: Any) -> Trace | None:
         touched: set[str] = set()
         used: list[bool] = []
 
         def fn(*flat: Any) -> list[Tensor]:
-            leaves, private, common = pytree.tree_unflatten(list(flat[: len(fixed)]), fixed_spec)
-            packed, step, carry = pytree.tree_unflatten(list(flat[len(fixed) :]), moving_spec)
-            params = [leaves[n].detach().requires_grad_() for n in phase.trained]
-            leaves = leaves | dict(zip(phase.trained, params, strict=True))
-            value = objective(desk, phase, watched(desk, common, touched))
-            losses, carry = over_clients(value)(leaves, private, packed, carry, step)
-            grads = torch.autograd.grad(losses.sum(), params, allow_unused=True)
+            (leaves, own, common), (packed, number, carry) = pytree.tree_unflatten(list(flat), spec)
+            recorded = recording(inputs, touched, own=own, common=common)
+            losses, grads, carry = step.gradients(leaves, recorded, Batch.unpacked(packed), carry, number)
+            if grads is None:
+                raise ValueError("the objective reaches no leaf")
             used[:] = [g is not None for g in grads]
-            return [losses.detach(), *(g for g in grads if g is not None), *pytree.tree_leaves(carry)]
+            return [losses, *(g for g in grads if g is not None), *pytree.tree_leaves(carry)]
 
-        flat = [t.detach() if isinstance(t, Tensor) else t for t in [*fixed, *moving]]
         try:
-            graph = make_fx(fn, tracing_mode="fake", _allow_non_fake_inputs=True)(*flat)
+            graph = make_fx(fn, tracing_mode="fake", _allow_non_fake_inputs=True)(*[t.detach() for t in flat])
         except Exception as error:
-            name, why = phase.phase.name, str(error).splitlines()
+            name, why = step.phase.phase.name, str(error).splitlines()
             self.notes.append(f"phase {name!r} is mapped, not traced: {type(error).__name__}: {why[0] if why else ''}")
             return None
-        kept = tidy(graph)
-        return Trace(graph.forward, kept, used, frozenset(touched), constants(desk, touched))
+        kept = tidy(graph)  # compiles `forward` again, so it comes first
+        return Trace(graph.forward, kept, used, frozenset(touched), constants(inputs, touched))
+
+
+class TracedGradients:
+    """A form of :meth:`Step.gradients` for the steps of one phase: a trace where there is one."""
+
+    def __init__(self, step: Step, traces: Traces, schedule: Schedule, rounds: int) -> None:
+        self.step, self.traces = step, traces
+        times = Counter((slot.clients, slot.widths, slot.padded) for slot in schedule.slots)
+        self.planned = {shape: count * step.phase.phase.repeat * rounds for shape, count in times.items()}
+        self.leaves: Leaves | None = None
+        self.inputs: ClientInputs | None = None
+        self.ready: dict[Hashable, tuple[Trace, list[Any], list[int]] | None] = {}
+
+    def __call__(
+        self, leaves: Leaves, inputs: ClientInputs, batch: Batch, carry: Memory, number: Tensor
+    ) -> tuple[Tensor, list[Tensor | None] | None, Memory]:
+        """Losses, gradients and the terms' carried values."""
+        if leaves is not self.leaves or inputs is not self.inputs:  # a narrower wave, or another writable leaf
+            self.leaves, self.inputs = leaves, inputs
+            self.ready.clear()
+        moving = (batch.packed(), number, carry)
+        shape = _shape(batch)
+        if shape not in self.ready:
+            self.ready[shape] = self._prepare(leaves, inputs, shape, moving)
+        prepared = self.ready[shape]
+        if prepared is None:
+            return self.step.gradients(leaves, inputs, batch, carry, number)
+        trace, fixed, picked = prepared
+        flat = pytree.tree_leaves(moving)
+        with torch.no_grad():
+            found = iter(trace.run(*fixed, *[flat[i] for i in picked]))
+        losses = next(found)
+        grads = [next(found) if used else None for used in trace.used]
+        return losses, grads, pytree.tree_unflatten(list(found), pytree.tree_structure(carry)) if carry else carry
+
+    def _prepare(
+        self, leaves: Leaves, inputs: ClientInputs, shape: tuple[int, tuple[int, ...], bool], moving: Any
+    ) -> tuple[Trace, list[Any], list[int]] | None:
+        if self.planned.get(shape, 0) < self.traces.least:
+            return None
+        fixed = (leaves, inputs.own, inputs.common)
+        trace = self.traces.of(self.step, inputs, fixed, moving)
+        if trace is None:
+            return None
+        flat = pytree.tree_leaves(fixed)
+        return (
+            trace,
+            [flat[i] for i in trace.kept if i < len(flat)],
+            [i - len(flat) for i in trace.kept if i >= len(flat)],
+        )
+
+
+def _shape(batch: Batch) -> tuple[int, tuple[int, ...], bool]:
+    widths: list[int] = []
+    part: Batch | None = batch
+    while part is not None:
+        widths.append(part.y.shape[1])
+        part = part.pair
+    return batch.y.shape[0], tuple(widths), batch.mask is not None
 
 
 _ALIASES = {

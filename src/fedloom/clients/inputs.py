@@ -1,0 +1,94 @@
+"""What client code reads besides its leaves and its batch, sorted by how it is laid out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from fedloom import rng
+from fedloom.bound import Bound
+from fedloom.clients.arrangement import Arrangement
+from fedloom.transfer import onto
+from fedloom.types import Leaves, Seen
+from fedloom.work import Participant, Post, Work
+
+
+@dataclass(frozen=True, slots=True)
+class ClientInputs:
+    """The fields of :class:`fedloom.types.Seen`. Where a field stands decides how it is laid out, and nothing else does.
+
+    Args:
+        own: tensors of which each client has its own: start, addressed, memory, swept, steps, n, counts, first, noise.
+            With a client axis in a wave.
+        common: tensors that all clients of the wave share: received, broadcast, gate.
+        facts: Python values: round, lr, rates, momenta, cohort, population, key, specs.
+        seen_type: what is made of them; a recording subclass while a step is traced.
+    """
+
+    own: dict[str, Any]
+    common: dict[str, Any]
+    facts: Mapping[str, Any]
+    seen_type: Callable[..., Seen] = Seen
+
+    def seen(self, own: Mapping[str, Any], final: Leaves | None = None) -> Seen:
+        """What one client sees, given its own part."""
+        return self.seen_type(**own, **self.common, **self.facts, final=final or {})
+
+    def with_own(self, **changes: Any) -> ClientInputs:
+        """The same with some of the clients' own values replaced."""
+        return replace(self, own={**self.own, **changes})
+
+    def front(self, clients: int) -> ClientInputs:
+        """Those of the first clients of a wave."""
+        return replace(self, own=pytree.tree_map(lambda value: value[:clients], self.own))
+
+
+def client_inputs(
+    bound: Bound, work: Work, post: Post, people: Sequence[Participant], arrangement: Arrangement
+) -> ClientInputs:
+    """What these clients read when their round begins."""
+    stack, device = arrangement.stack, next(iter(post.leaves.values())).device
+
+    def numbers(*rows: Sequence[float], dtype: torch.dtype) -> list[Tensor]:
+        together = onto(torch.tensor(rows, dtype=dtype), device)
+        return [stack(row.unbind(0)) for row in together.unbind(0)]
+
+    n, first = numbers(
+        [len(p.site.train) for p in people], [p.state.rounds == 0 for p in people], dtype=bound.structure.dtype
+    )
+    (noise,) = numbers([rng.key_of(work.seed, "noise", p.site.id, post.round) for p in people], dtype=torch.int64)
+    memories = [{**bound.memory, **p.state.memory} for p in people]
+    own = {
+        "start": {},
+        "addressed": {
+            owner: {k: stack([p.addressed[owner][k] for p in people]) for k in names}
+            for owner, names in people[0].addressed.items()
+        },
+        "memory": {
+            owner: {k: stack([memory[owner][k] for memory in memories]) for k in names}
+            for owner, names in bound.memory.items()
+        },
+        "swept": {},
+        "steps": {},
+        "n": n,
+        "counts": stack([p.site.counts for p in people]),
+        "first": first,
+        "noise": noise,
+    }
+    optimizers = {name: phase.phase.optimizer or work.optimizer for name, phase in bound.phases.items()}
+    facts = {
+        "round": post.round,
+        "lr": work.optimizer.lr_at(post.round, work.rounds),
+        "rates": {name: o.lr_at(post.round, work.rounds) for name, o in optimizers.items()},
+        "momenta": {name: o.momentum for name, o in optimizers.items()},
+        "cohort": post.cohort,
+        "population": post.population,
+        "key": people[0].key,
+        "specs": bound.specs,
+    }
+    return ClientInputs(own, {"received": post.leaves, "broadcast": post.broadcast, "gate": post.gate}, facts)

@@ -1,0 +1,132 @@
+"""One pass over rows that adds up a statistic, for one client and for a wave."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from fedloom import tree
+from fedloom.batches import sweep_rows
+from fedloom.bound import Bound
+from fedloom.clients.arrangement import Arrangement, Schedule
+from fedloom.clients.inputs import ClientInputs
+from fedloom.data import Rows
+from fedloom.slots import Judge, Sweep
+from fedloom.types import Batch, Leaves, Seen
+from fedloom.view import View
+from fedloom.work import Work
+
+Value = Callable[[Leaves, Seen, Batch], Leaves]
+
+
+@dataclass(frozen=True, slots=True)
+class Statistic:
+    """What a sweep or a judgement adds up: a function of one client's batch."""
+
+    step: Sweep | Judge
+    bound: Bound
+    arrangement: Arrangement
+    value: Value
+
+    def of(self, leaves: Leaves, inputs: ClientInputs, batch: Batch, common: Leaves) -> Leaves:
+        """The statistic of each client's batch. ``common`` leaves are the same for all clients and have no client axis."""
+        own = {n: v for n, v in leaves.items() if n not in common}
+        mapped = self.arrangement.map(
+            lambda own, private, packed: self.value({**common, **own}, inputs.seen(private), Batch.unpacked(packed))
+        )
+        parts: Leaves = mapped(own, inputs.own, batch.packed())
+        return parts
+
+
+Accumulate = Callable[[Statistic, Leaves, ClientInputs, Schedule], Leaves]
+"""Adds a statistic up over the batches of a schedule."""
+
+
+def add_up(statistic: Statistic, leaves: Leaves, inputs: ClientInputs, schedule: Schedule) -> Leaves:
+    """The sums over all batches. Later batches of a wave may hold its first clients only."""
+    sums: Leaves | None = None
+    common = common_leaves(statistic, leaves)
+    clients = None
+    for slot in schedule.slots:
+        if statistic.arrangement.several and clients != slot.clients:
+            clients = slot.clients
+            leaves, inputs = {n: v[:clients] for n, v in leaves.items()}, inputs.front(clients)
+        try:
+            part = statistic.of(leaves, inputs, schedule.batch(slot), common)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError:  # ``vmap`` lets nobody write what one client has into a tensor that all share
+            if not common:
+                raise
+            common = {}
+            part = statistic.of(leaves, inputs, schedule.batch(slot), common)
+        if sums is None:
+            sums = part
+        elif statistic.arrangement.several and len(next(iter(sums.values()))) > slot.clients:
+            sums = {k: torch.cat([v[: slot.clients] + part[k], v[slot.clients :]]) for k, v in sums.items()}
+        else:
+            sums = tree.add(sums, part)
+    assert sums is not None, "a sweep over no rows"
+    return sums
+
+
+def common_leaves(statistic: Statistic, leaves: Leaves) -> Leaves:
+    """The parameters that all clients of a wave have in common, each as one tensor.
+
+    Layers with these are computed for the rows of all clients at once. Buffers are not among them: a layer may change
+    them in place, for each client in its own way.
+    """
+    specs = statistic.bound.specs
+    if not statistic.arrangement.several:
+        return {}
+    return {n: v[0] for n, v in leaves.items() if len(v) > 1 and not v.stride(0) and not specs[n].buffer}
+
+
+def sweep_value(bound: Bound, step: Sweep) -> Value:
+    """The function that a sweep adds up."""
+    taps = {step.name: bound.taps(step.taps)}
+
+    def value(leaves: Leaves, seen: Seen, batch: Batch) -> Leaves:
+        if step.at == "received":
+            leaves = {**leaves, **seen.received}
+        elif callable(step.at):
+            leaves = {**leaves, **step.at(leaves, seen)}
+        if step.train:  # layers move running statistics in place, which may be everybody's: a sweep changes nothing
+            leaves = {n: v.clone() if bound.specs[n].buffer else v for n, v in leaves.items()}
+        view = View(bound, leaves, batch, seen, copy=step.copy, train=step.train, taps=taps)
+        return step.fn(view, batch, seen)
+
+    return value
+
+
+def prediction(bound: Bound, leaves: Leaves, seen: Seen, batch: Batch, *, route: bool) -> Tensor:
+    """One client's output for a batch, by the method's own route or the model's plain one."""
+    rule = bound.method.evaluate
+    predict = rule.predict if route else None
+    taps = {} if predict is None else {"predict": bound.taps(rule.taps)}
+    view = View(bound, leaves, batch, seen, copy=rule.copy if route else "main", taps=taps)
+    return view.output if predict is None else predict(view, seen)
+
+
+def judge_value(bound: Bound, step: Judge) -> Value:
+    """The function that a judgement adds up, or whose values it keeps where the task has no statistics."""
+    task = bound.task
+
+    def value(leaves: Leaves, seen: Seen, batch: Batch) -> Leaves:
+        output = prediction(bound, leaves, seen, batch, route=step.route)
+        return task.statistics(output, batch) if task.statistics is not None else {"output": output, "y": batch.y}
+
+    return value
+
+
+def sweep_size(work: Work, step: Sweep | Judge, rows: Rows) -> int | str:
+    """Rows of a batch of a sweep over some rows."""
+    size = step.batch_size if isinstance(step, Sweep) else None
+    if size is None:
+        parts = [rows.x] if isinstance(rows.x, Tensor) else pytree.tree_leaves(rows.x)
+        return sweep_rows(sum(t.shape[1:].numel() for t in parts))
+    return work.batch_size if size == "run" else size

@@ -1,0 +1,293 @@
+"""The rows of a wave of clients, and which of them make up each step.
+
+All rows of a wave lie in one tensor with a row of zeros behind them; a batch of the whole wave is one indexing
+operation, and padding points at the zeros. Indices and masks of a phase are computed on the host before its first step.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from fedloom import batches
+from fedloom.batches import SWEEP_BATCH, Steps
+from fedloom.clients.arrangement import Shapes, Slot
+from fedloom.data import Rows
+from fedloom.transfer import onto
+from fedloom.types import Batch, Inputs
+
+KEPT_BYTES = 1 << 30
+"""How many bytes of joined rows are cached for the next round."""
+SWEEP_GRAIN = 32
+"""Rows to a multiple of which padded batches of a captured sweep are widened, so that few shapes occur."""
+BLOCK_BYTES = 1 << 20
+"""How many bytes of batches are gathered at once: they should still be in the processor's cache when their step comes."""
+
+
+@dataclass(frozen=True, slots=True)
+class JoinedRows:
+    """The rows of several clients, one after another, and a row of zeros."""
+
+    x: Inputs
+    y: Tensor
+    offsets: tuple[int, ...]
+    zero: int
+    parts: tuple[Rows, ...]
+
+    @staticmethod
+    def of(parts: Sequence[Rows]) -> JoinedRows:
+        """Joins the clients' rows."""
+        sizes = [len(p) for p in parts]
+        offsets = tuple(int(o) for o in np.concatenate([[0], np.cumsum(sizes)[:-1]]))
+        plain = [p.x for p in parts if isinstance(p.x, Tensor)]
+        x = _joined(plain) if plain else pytree.tree_map(lambda *t: _joined(t), *[p.x for p in parts])
+        return JoinedRows(x, _joined([p.y for p in parts]), offsets, sum(sizes), tuple(parts))
+
+    def take(self, index: Tensor, mask: Tensor | None, pair: Batch | None = None) -> Batch:
+        """The rows at ``index`` (clients x width) as one batch with a client axis."""
+        flat, shape = index.reshape(-1), index.shape
+
+        def rows(t: Tensor) -> Tensor:
+            return t.index_select(0, flat).view(*shape, *t.shape[1:])
+
+        x = rows(self.x) if isinstance(self.x, Tensor) else pytree.tree_map(rows, self.x)
+        return Batch(x, rows(self.y), mask, pair)
+
+    def nbytes(self) -> int:
+        """Bytes of all rows."""
+        own = [self.x] if isinstance(self.x, Tensor) else pytree.tree_leaves(self.x)
+        return sum([t.nbytes for t in (*own, self.y)])
+
+
+def nbytes(rows: Rows) -> int:
+    """Bytes of a client's rows."""
+    own = [rows.x] if isinstance(rows.x, Tensor) else pytree.tree_leaves(rows.x)
+    return sum([t.nbytes for t in (*own, rows.y)])
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return torch.cat([*parts, parts[0].new_zeros(1, *parts[0].shape[1:])])
+
+
+class RowCache:
+    """Joined rows of the last waves, so that a cohort that returns finds its rows joined."""
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[tuple[int, ...], JoinedRows] = OrderedDict()
+        self._bytes = 0
+
+    def of(self, parts: Sequence[Rows]) -> JoinedRows:
+        """The joined rows of these clients."""
+        key = tuple(map(id, parts))  # valid while the entry lives: it holds the parts
+        rows = self._kept.get(key)
+        if rows is not None:
+            self._kept.move_to_end(key)
+            return rows
+        rows = self._kept[key] = JoinedRows.of(parts)
+        self._bytes += rows.nbytes()
+        while len(self._kept) > 1 and self._bytes > KEPT_BYTES:
+            self._bytes -= self._kept.popitem(last=False)[1].nbytes()
+        return rows
+
+    def clear(self) -> None:
+        """Drops all rows."""
+        self._kept.clear()
+        self._bytes = 0
+
+
+def widened(clients: int) -> int:
+    """The number of clients that is really stepped: at most an eighth more, so that few shapes occur.
+
+    Example:
+        >>> [widened(k) for k in (1, 7, 16, 17, 33, 100)]
+        [1, 7, 16, 18, 36, 104]
+    """
+    if clients <= 16:
+        return clients
+    grain = 1 << ((clients - 1).bit_length() - 4)
+    return -(-clients // grain) * grain
+
+
+class WaveSchedule:
+    """The steps of a wave: axes of indices and masks are steps, batches of a step, clients and rows.
+
+    Args:
+        rows: the rows of all clients.
+        index: row numbers.
+        masks: 1 for real rows, where some are padding.
+        live: who moves in each step (steps x clients), where in some step somebody does not.
+        dtype: floating type of masks.
+        slots: the steps.
+        counts: steps of each client.
+        bounds: per client the first and last rows of its batches, of a sweep.
+    """
+
+    def __init__(
+        self,
+        rows: JoinedRows,
+        index: Tensor,
+        masks: Tensor | None,
+        live: Tensor | None,
+        dtype: torch.dtype,
+        slots: Sequence[Slot],
+        counts: Sequence[int],
+        bounds: Sequence[Sequence[tuple[int, int]]] = (),
+    ) -> None:
+        self.rows, self.index, self.masks, self.live, self.dtype = rows, index, masks, live, dtype
+        self.slots, self.counts, self.bounds = slots, counts, bounds
+        self.mark = object()
+
+    def batch(self, slot: Slot) -> Batch:
+        """The rows of a step, of the clients that take part."""
+        batch, t = None, slot.step
+        for group in reversed(range(self.index.shape[1])):
+            width = slot.widths[group]
+            mask = self.masks[t, group, : slot.clients, :width] if slot.padded and self.masks is not None else None
+            batch = self.rows.take(self.index[t, group, : slot.clients, :width], mask, batch)
+        assert batch is not None
+        return _hidden(batch, slot.active.to(self.dtype)) if slot.hide and slot.active is not None else batch
+
+    def blocks(self) -> Iterator[tuple[Sequence[Slot], Batch]]:
+        """Several steps of one shape at a time, and their batches along a first axis of steps."""
+        steps, groups = self.index.shape[:2]
+        row = sum(t[:1].numel() * t.element_size() for t in [*pytree.tree_leaves(self.rows.x), self.rows.y])
+        size = max(1, BLOCK_BYTES // max(1, row * self.index[:1].numel()))
+        for first in range(0, steps, size):
+            batch = None
+            for group in reversed(range(groups)):
+                mask = None if self.masks is None else self.masks[first : first + size, group]
+                batch = self.rows.take(self.index[first : first + size, group], mask, batch)
+            assert batch is not None
+            yield self.slots[first : first + size], batch
+
+    def unpad(self, values: Tensor) -> Sequence[Tensor]:
+        """Per client the values of its real rows, given those of all batches side by side."""
+        offsets = np.concatenate([[0], np.cumsum([slot.widths[0] for slot in self.slots])])
+        return [
+            torch.cat([values[i, offsets[s] : offsets[s] + high - low] for s, (low, high) in enumerate(own)])
+            for i, own in enumerate(self.bounds)
+        ]
+
+    def shape(self) -> Hashable:
+        """The shape and types of a full step: schedules that are alike share batch buffers."""
+        x, y = self.rows.x, self.rows.y
+        flat, spec = ([x], None) if isinstance(x, Tensor) else pytree.tree_flatten(x)
+        kinds = tuple([(t.shape[1:], t.dtype) for t in (*flat, y)])
+        return bool(self.bounds), self.index.shape[1:], self.index.device, self.dtype, spec, kinds
+
+
+def training_schedule(rows: JoinedRows, steps: Sequence[Steps], dtype: torch.dtype, shapes: Shapes) -> WaveSchedule:
+    """The steps of a phase for a wave of clients.
+
+    Args:
+        rows: their rows.
+        steps: per client the row indices of its steps.
+        dtype: floating type of masks.
+        shapes: ``"narrow"`` leaves out the last clients where they have run out; ``"all"`` does not; ``"fixed"`` gives
+            every step one shape: all clients, full width, mask and ``active`` always there.
+    """
+    device, counts = rows.y.device, [len(own) for own in steps]
+    clients, most = len(steps), max(counts, default=0)
+    groups = next((len(step) for own in steps for step in own), 1)
+    picked = [index for own in steps for step in own for index in step]
+    widths = np.zeros((clients, most, groups), np.int64)
+    widths[np.arange(most) < np.array(counts)[:, None]] = np.reshape([len(i) for i in picked], (-1, groups))
+    full = int(widths.max(initial=1))
+    index = np.full((clients, most, groups, full), rows.zero, np.int64)
+    if picked:
+        shifts = np.repeat(rows.offsets, widths.sum((1, 2)))
+        index[np.arange(full) < widths[..., None]] = np.concatenate(picked) + shifts
+    lengths = np.ascontiguousarray(widths.transpose(1, 2, 0))
+    on_device = onto(torch.from_numpy(np.ascontiguousarray(index.transpose(1, 2, 0, 3))), device)
+    slots, live = _training_slots(lengths, full, device, shapes)
+    masks = None
+    if any(slot.padded for slot in slots):
+        inside = onto(torch.from_numpy(lengths), device)[..., None] > torch.arange(full, device=device)
+        masks = inside.to(dtype)
+    return WaveSchedule(rows, on_device, masks, live, dtype, slots, counts)
+
+
+def _training_slots(
+    lengths: np.ndarray, full: int, device: torch.device, shapes: Shapes
+) -> tuple[list[Slot], Tensor | None]:
+    groups, everyone = lengths.shape[1:]
+    moves = lengths[:, 0] > 0
+    last = (moves * np.arange(1, everyone + 1)).max(1, initial=0).tolist()
+    counts = [min(widened(n), everyone) if shapes == "narrow" else everyone for n in last]
+    beyond = np.arange(everyone) >= np.array(counts, np.int64)[:, None]
+    idle: list[int] = (~moves & ~beyond).sum(1).tolist()
+    live = onto(torch.from_numpy(moves), device) if shapes == "fixed" or any(idle) else None
+    actives = [None] * len(moves) if live is None else live.unbind(0)
+    if shapes == "fixed":
+        return [Slot(t, everyone, (full,) * groups, True, active) for t, active in enumerate(actives)], live
+    high = lengths.max((1, 2), initial=0)
+    even = ((lengths == high[:, None, None]) | beyond[:, None]).all((1, 2))
+    facts = zip(counts, high.tolist(), even.tolist(), idle, actives, strict=True)
+    slots = [
+        Slot(t, n, (width if same else full,) * groups, not same, active[:n] if waits and active is not None else None)
+        for t, (n, width, same, waits, active) in enumerate(facts)
+    ]
+    return slots, live
+
+
+def sweep_shapes(
+    bounds: Sequence[Sequence[tuple[int, int]]], size: int | str = SWEEP_BATCH, grain: int = 1, *, narrow: bool = False
+) -> list[tuple[int, int, bool]]:
+    """Clients of each batch of a sweep, the first ones, the rows of each, and whether some of them are padding.
+
+    Args:
+        bounds: per client the bounds of its batches.
+        size: rows of a full batch.
+        grain: rows to a multiple of which a padded batch is widened, up to a full one.
+        narrow: clients at the end whose rows are over are left out, half of those that are there at a time, so that few shapes
+            occur; the first batch has all.
+
+    Example:
+        >>> sweep_shapes([[(0, 128), (128, 170)], [(0, 128), (128, 160)]], grain=32)
+        [(2, 128, False), (2, 64, True)]
+        >>> sweep_shapes([[(0, 128), (128, 170)], [(0, 90)]], narrow=True)
+        [(2, 128, True), (1, 42, False)]
+    """
+    most = SWEEP_BATCH if size == "full" else min(int(size), SWEEP_BATCH)
+    found = []
+    for step in range(max(len(b) for b in bounds)):
+        lengths = [b[step][1] - b[step][0] if step < len(b) else 0 for b in bounds]
+        while narrow and step and len(lengths) > 1 and not any(lengths[(half := -(-len(lengths) // 2)) :]):
+            lengths = lengths[:half]
+        width, padded = max(lengths), min(lengths) < max(lengths)
+        found.append((len(lengths), max(width, min(-(-width // grain) * grain, most)) if padded else width, padded))
+    return found
+
+
+def sweep_schedule(rows: JoinedRows, dtype: torch.dtype, size: int | str, grain: int, *, narrow: bool) -> WaveSchedule:
+    """The batches of a sweep, as :func:`sweep_shapes` has them."""
+    bounds = [batches.in_order(len(p), size) for p in rows.parts]
+    shapes = sweep_shapes(bounds, size, grain, narrow=narrow)
+    full = max((width for _, width, _ in shapes), default=0)
+    ends = np.zeros((len(shapes), len(bounds), 2), np.int64)
+    for i, own in enumerate(bounds):
+        ends[: len(own), i] = np.reshape(own, (-1, 2))
+    numbers = ends[..., :1] + np.arange(full)
+    inside = numbers < ends[..., 1:]
+    index = np.where(inside, numbers + np.array(rows.offsets)[:, None], rows.zero)
+    # The whole sweep goes to the device at once: a copy for every batch takes longer than its rows.
+    on_device = onto(torch.from_numpy(index), rows.y.device)[:, None]
+    masks = None
+    if any(padded for _, _, padded in shapes):
+        masks = onto(torch.from_numpy(inside), rows.y.device).to(dtype)[:, None]
+    slots = [Slot(t, clients, (width,), padded) for t, (clients, width, padded) in enumerate(shapes)]
+    return WaveSchedule(rows, on_device, masks, None, dtype, slots, [len(own) for own in bounds], bounds)
+
+
+def _hidden(batch: Batch, active: Tensor) -> Batch:
+    """A batch in which the rows of clients that do not move are masked."""
+    counts = active[:, None]
+    mask = counts.expand(-1, batch.y.shape[1]) if batch.mask is None else batch.mask * counts
+    pair = None if batch.pair is None else _hidden(batch.pair, active)
+    return Batch(batch.x, batch.y, mask, pair)
