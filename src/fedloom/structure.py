@@ -8,7 +8,6 @@ from typing import Literal
 
 import torch
 
-from fedloom.errors import UserError
 from fedloom.slots import Pattern
 
 
@@ -89,13 +88,6 @@ class Structure:
     def trainable(self) -> tuple[str, ...]:
         """Names of the user's trainable leaves."""
         return tuple(i.name for i in self.leaves if i.trainable and not i.owner)
-
-    def shape_of(self, module: str) -> torch.Size:
-        """Shape of a module's output for the sample (axis 0 is the row)."""
-        for call in self.calls:
-            if call.name == module:
-                return call.shape
-        raise UserError(f"the model has no module {module!r} that its forward pass calls")
 
 
 def matches(pattern: Pattern, leaf: LeafInfo) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from itertools import chain, islice
 from typing import Any, TypeVar
 
@@ -155,11 +155,6 @@ def weighted_sums(rows: Sequence[list[Tensor]], weights: Sequence[float] | Tenso
     for row, share in zip(rows[1:], others, strict=True):
         torch._foreach_add_(total, torch._foreach_mul(row, share))
     return total
-
-
-def map_nested(fn: Callable[[Tensor], Tensor], tree: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Leaves]:
-    """Applies ``fn`` to every tensor of a dictionary of dictionaries."""
-    return {owner: {k: fn(v) for k, v in leaves.items()} for owner, leaves in tree.items()}
 
 
 def spread(value: Any, path: tuple[Hashable, ...] = ()) -> dict[tuple[Hashable, ...], Tensor]:

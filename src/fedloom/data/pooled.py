@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -65,9 +63,8 @@ def from_rows(
     index = torch.from_numpy(order)
     sorted_rows = rows if bool((order[1:] > order[:-1]).all()) else rows.take(index)
     counts = np.bincount(place * 3 + part, minlength=3 * len(ids))
-    with undisturbed():
-        clients = tuple(_clients(sorted_rows, ids, counts.tolist()))
-        return Federation(clients, None, name, None if classes is None else tuple(classes), scale)
+    clients = tuple(_clients(sorted_rows, ids, counts.tolist()))
+    return Federation(clients, None, name, None if classes is None else tuple(classes), scale)
 
 
 def _clients(rows: Rows, ids: Sequence[str], sizes: list[int]) -> Iterator[ClientData]:
@@ -89,18 +86,6 @@ def _pieces(x: Inputs, sizes: list[int]) -> Iterable[Inputs]:
     if isinstance(x, tuple):
         return zip(*(part.split(sizes) for part in x), strict=True)
     return (dict(zip(x, one, strict=True)) for one in zip(*(part.split(sizes) for part in x.values()), strict=True))
-
-
-@contextlib.contextmanager
-def undisturbed() -> Iterator[None]:
-    """Holds Python's search for cyclic garbage off while very many objects are made that all stay."""
-    before = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if before:
-            gc.enable()
 
 
 def _given(split: Any, count: int) -> np.ndarray[Any, np.dtype[np.int64]]:

@@ -6,7 +6,6 @@ round one more message carries the tests alone. So the record of a round is comp
 
 from __future__ import annotations
 
-import json
 import logging
 import threading
 import time
@@ -372,8 +371,3 @@ def _absent(name: str, rows: Mapping[str, int]) -> Site:
 
     test, val = (blank(rows[part]) if rows[part] else None for part in ("test", "val"))
     return Site(name, blank(rows["train"]), test, val, np.zeros(0, np.int64), torch.zeros(0))
-
-
-def final_metrics(courses: Mapping[str, Course]) -> str:
-    """Metrics of every site at the end, by run, as JSON."""
-    return json.dumps({key: course.run.last for key, course in courses.items()})

@@ -26,10 +26,6 @@ def _confusion(predicted: Tensor, y: Tensor, weight: Tensor | None, classes: int
     return true.T @ (predicted[:, None] == kinds).to(torch.float64)
 
 
-def _divide(a: Tensor, b: Tensor) -> Tensor:
-    return torch.where(b > 0, a / b.clamp(min=1e-300), torch.nan)
-
-
 def per_class(confusion: Tensor) -> dict[str, Tensor]:
     """Precision, recall, F1 and IoU per class; NaN for classes in neither labels nor predictions."""
     confusion = confusion.double()

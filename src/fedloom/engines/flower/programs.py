@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -187,9 +186,3 @@ def manifest(allowed: Declared) -> list[dict[str, Any]]:
 
 def _bytes(shape: tuple[int, ...], kind: str) -> int:
     return int(np.prod(shape, dtype=np.int64)) * torch.empty(0, dtype=getattr(torch, kind)).element_size()
-
-
-def declarations(bound: Bound, work: Work, sample: Sample) -> Mapping[str, Declared]:
-    """What each program that sends may send."""
-    schedule = bound.method.schedule
-    return {name: declared(bound, work, sample, name) for name in (SETUP, ROUND) if getattr(schedule, name)}
