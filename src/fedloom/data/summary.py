@@ -3,34 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
+from torch.nn.utils.rnn import pad_sequence
 
 from fedloom.errors import UserError
 
 if TYPE_CHECKING:
     from fedloom.data.federation import Federation
-    from fedloom.data.rows import Rows
 
 _MOST_CLASSES = 20
 _MOST_CLIENTS = 60
 _IGNORED = 255
-
-
-def class_counts(rows: Rows | None, classes: int) -> NDArray[np.int64]:
-    """How often each class occurs; pixels for dense labels; all zero where labels are numbers to predict."""
-    if rows is None or rows.y.is_floating_point():
-        return np.zeros(classes, np.int64)
-    flat = rows.y.reshape(-1).numpy()
-    if rows.y.dim() > 1:
-        flat = flat[flat != _IGNORED]
-    return np.bincount(flat, minlength=classes).astype(np.int64)
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,27 +38,24 @@ class Summary:
     @property
     def classes(self) -> tuple[str, ...]:
         """Class names, or numbers where there are none; empty for numbers to predict."""
-        named = self.federation.classes
-        highest = -1
-        for client in self.federation:
-            for rows in client.parts().values():
-                if rows.y.is_floating_point():
-                    return ()
-                labels = rows.y if rows.y.dim() == 1 else rows.y[rows.y != _IGNORED]
-                highest = max(highest, int(labels.max()) if labels.numel() else -1)
-        names = list(named or ())
-        return tuple(names + [str(c) for c in range(len(names), highest + 1)])
+        names, width = self.federation.classes or (), self.counts.shape[1]
+        return (*names[:width], *(str(c) for c in range(len(names), width)))
 
-    @property
+    @cached_property
     def counts(self) -> NDArray[np.int64]:
         """Clients x classes: rows of each class over all parts (pixels for dense labels)."""
-        width = len(self.classes)
-        return np.stack(
-            [
-                sum((class_counts(rows, width) for rows in client.parts().values()), np.zeros(width, np.int64))
-                for client in self.federation
-            ]
-        )
+        clients, y = self.federation.clients, self.federation[0].train.y
+        if y.is_floating_point():
+            return np.zeros((len(clients), 0), np.int64)
+        parts = [(i, rows.y) for i, client in enumerate(clients) for rows in client.parts().values()]
+        counts = pad_sequence([torch.bincount(y.reshape(-1)) for _, y in parts], batch_first=True)
+        if y.dim() > 1:
+            counts[:, _IGNORED : _IGNORED + 1] = 0
+        used = [label + 1 for label, count in enumerate(counts.sum(0).tolist()) if count]
+        width = max(len(self.federation.classes or ()), *used[-1:], 0)
+        counts = F.pad(counts, (0, width - counts.shape[1]))
+        by_client = counts.new_zeros(len(clients), width)
+        return by_client.index_add_(0, torch.tensor([i for i, _ in parts]), counts).numpy()
 
     @property
     def rows(self) -> NDArray[np.int64]:

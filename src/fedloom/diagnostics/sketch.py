@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
-from numpy.typing import NDArray
 from torch import Tensor
 
-from fedloom.data import ClientData, Federation, Rows, to_float
+from fedloom.data import Federation, Rows, to_float
 
 CLIENTS = 1000
 """Clients that are described at most, evenly chosen."""
@@ -22,9 +21,7 @@ POINTS = 500
 COMPONENTS = 10
 """Principal components that are kept of each."""
 
-_LABELS = 200_000  # of dense labels, those of a client that are counted
 _GRID = 16  # pictures are averaged down to so many cells a side
-_VOID = 255
 
 
 def sketch(data: Federation) -> dict[str, Any]:
@@ -41,21 +38,18 @@ def sketch(data: Federation) -> dict[str, Any]:
     """
     picked = [data.clients[i] for i in even(len(data), CLIENTS)]
     y = data.clients[0].train.y
-    classes = () if y.is_floating_point() else tuple(data.classes or ())
-    counted = [] if y.is_floating_point() else [_counts(client) for client in picked]
-    width = max([len(classes), *(len(c) for c in counted)])
+    summary = replace(data, clients=tuple(picked)).summary()
     found: dict[str, Any] = {
         "name": data.name,
         "total": len(data),
-        "classes": [*classes, *(str(i) for i in range(len(classes), width))],
+        "classes": list(summary.classes),
         "dense": y.dim() > 1 and not y.is_floating_point(),
         "cloud": 0 if data.cloud is None else len(data.cloud),
         "clients": [],
     }
-    for i, client in enumerate(picked):
+    for client, counts in zip(picked, summary.counts.tolist(), strict=True):
         rows = {part: len(r) for part, r in client.parts().items()}
-        mine = np.pad(counted[i], (0, width - len(counted[i]))).tolist() if counted else []
-        found["clients"].append({"id": client.id, **rows, "counts": mine})
+        found["clients"].append({"id": client.id, **rows, "counts": counts})
     points = _projected(data)
     return found if points is None else {**found, "points": points}
 
@@ -68,21 +62,6 @@ def even(size: int, most: int) -> list[int]:
         ([0, 1, 2], [0, 3, 6, 9])
     """
     return list(range(size)) if size <= most else sorted({round(i * (size - 1) / (most - 1)) for i in range(most)})
-
-
-def _counts(client: ClientData) -> NDArray[np.int64]:
-    """Labels by class over all parts; of dense ones those of some rows."""
-    total = np.zeros(0, np.int64)
-    for rows in client.parts().values():
-        y = rows.y
-        if y.dim() > 1:
-            most = max(1, _LABELS // max(1, y[0].numel()))
-            y = y[torch.tensor(even(len(y), most))]
-            y = y[y != _VOID]
-        mine = np.bincount(y.reshape(-1).numpy().astype(np.int64)).astype(np.int64)
-        size = max(len(total), len(mine))
-        total = np.pad(total, (0, size - len(total))) + np.pad(mine, (0, size - len(mine)))
-    return total
 
 
 def _projected(data: Federation) -> dict[str, Any] | None:

@@ -51,7 +51,7 @@ def partition(book: Book) -> Section | None:
             facts += f" The server itself holds {number(sketch['cloud'])} rows."
         if sketch["classes"]:
             rows = [(c["id"], c["counts"]) for c in picked]
-            unit = "labelled pixels, of some rows" if sketch["dense"] else "rows"
+            unit = "labelled pixels" if sketch["dense"] else "rows"
             said = f"{some}A column is a client, the darker a cell the larger the share of its {'pixels' if sketch['dense'] else 'rows'}. {facts}"
         else:
             rows, unit = [(c["id"], [c.get(p, 0) for p in ("train", "val", "test")]) for c in picked], "rows"
