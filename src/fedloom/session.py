@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -72,6 +71,7 @@ class Session:
     _whole: bool = False
     _events: int = 0
     _notes: int = 0
+    _unmeasured: set[str] = field(default_factory=set)
     _own: dict[str, Metrics] = field(default_factory=dict)
     _good: Snapshot | None = None
     _best: tuple[float, ServerState] | None = None
@@ -249,13 +249,21 @@ class Session:
         return found
 
     def _parts(self) -> Record:
-        """The parts of the loss, and what taps tell of the labels. Where they cannot be measured the run goes on without."""
+        """Measure the parts of the loss and what taps tell of the labels.
+
+        A measurement that fails does not end the run: the record names its first failure under ``unmeasured``.
+        """
         found: Record = {}
         for name, measure in (("terms", diagnostics.term_values), ("information", diagnostics.information_bounds)):
-            # Whatever a stranger's term raises outside of training, the run is none the worse for it.
-            with contextlib.suppress(Exception):
-                if parts := dict(measure(self.state)):
-                    found[name] = parts
+            try:
+                parts = dict(measure(self.state))
+            except Exception as error:  # a user's term may raise anything outside of training
+                if name not in self._unmeasured:
+                    self._unmeasured.add(name)
+                    found.setdefault("unmeasured", []).append(f"{name}: {type(error).__name__}: {error}")
+                continue
+            if parts:
+                found[name] = parts
         return found
 
     def _whom(self, sampled: Sequence[str], last: bool) -> list[str]:

@@ -127,11 +127,15 @@ def test_measuring_the_parts_of_the_loss_changes_nothing(tmp_path: Path) -> None
         assert torch.equal(a, b)
 
 
-def test_a_term_that_cannot_be_measured_does_not_end_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_term_that_cannot_be_measured_is_named_once_and_does_not_end_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def broken(run: object) -> dict[str, float]:
         raise KeyError("what")
 
     monkeypatch.setattr(diagnostics, "term_values", broken)
     result = fl.fit("fedprox(mu=0.1)", MODEL, federation((9, 12)), out=tmp_path, **OPTIONS)
     assert len(result.history) == 3
-    assert "terms" not in result.history[-1]
+    assert not any("terms" in record for record in result.history)
+    assert [record.get("unmeasured") for record in result.history] == [["terms: KeyError: 'what'"], None, None]
+    assert json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])["unmeasured"]
