@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import statistics
+import warnings
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,8 +13,7 @@ from rich.console import Console
 
 from fedloom import config
 from fedloom.engines import distributed
-from fedloom.engines.tuning import tune as measured
-from fedloom.errors import UserError
+from fedloom.errors import NotVectorisable, UserError
 from fedloom.folds import cross_validate
 from fedloom.result import Result
 from fedloom.simulation import fit
@@ -101,19 +102,37 @@ def tune(
 ) -> None:
     """Measure which engine runs a configuration fastest here; engine = "auto" goes by a rule instead."""
     table = config.load(configuration, assignments or ())
-    found = measured(fit, **{k: v for k, v in arguments(table).items() if k not in _TUNED}, rounds=rounds)
+    seconds = measure_engines(table, rounds)
+    best = {"engine": min(seconds, key=lambda engine: seconds[engine]), "workers": 0}
     if write:
         text = configuration.read_text(encoding="utf-8")
-        disk.write(configuration, with_keys(text, {k: found[k] for k in ("engine", "workers")}).encode())
+        disk.write(configuration, with_keys(text, best).encode())
     if as_json:
-        typer.echo(json.dumps(found, indent=2))
+        typer.echo(json.dumps({**best, "seconds": seconds}, indent=2))
         return
-    for name, spent in sorted(found["seconds"].items(), key=lambda item: item[1]):
-        typer.echo(f"{name:<14} {spent:.4f} s a round")
-    typer.echo(f'engine = "{found["engine"]}"\nworkers = {found["workers"]}')
+    for engine, median in sorted(seconds.items(), key=lambda item: item[1]):
+        typer.echo(f"{engine:<14} {median:.4f} s a round")
+    typer.echo(f'engine = "{best["engine"]}"\nworkers = 0')
 
 
-_TUNED = ("engine", "workers", "rounds", "evaluate")
+def measure_engines(table: dict[str, Any], rounds: int) -> dict[str, float]:
+    """Measure the seconds of a median round of each engine that can run a configuration.
+
+    Args:
+        table: the configuration.
+        rounds: timed rounds; the first round of each engine comes on top and is left out.
+    """
+    seconds: dict[str, float] = {}
+    fixed = {"workers": 0, "rounds": rounds + 1, "evaluate": {"every": 0}, "progress": False}
+    for engine in ("loop", "vectorised"):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                result = fit(**{**arguments(table), **fixed, "engine": engine})
+            except NotVectorisable:
+                continue
+        seconds[engine] = statistics.median(r["seconds"] for r in result.history[1:])
+    return seconds
 
 
 def with_keys(text: str, keys: dict[str, Any]) -> str:
