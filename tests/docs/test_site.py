@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import html
-import importlib.util
 import inspect
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 import fedloom as fl
 from fedloom.registry import METHODS, PLUGINS
+from scripts import docs_pages
 
 pytest.importorskip("mkdocs", reason="mkdocs is not installed: pip install 'fedloom[docs]'")
 pytest.importorskip("material", reason="mkdocs-material is not installed: pip install 'fedloom[docs]'")
@@ -39,16 +38,6 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return place
-
-
-@pytest.fixture(scope="module")
-def hook() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("docs_site", ROOT / "scripts" / "docs_site.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def test_every_page_is_in_the_navigation(site: Path) -> None:
@@ -77,16 +66,9 @@ def test_the_site_fetches_nothing(site: Path) -> None:
     assert not re.findall(r"<(?:script|link|img)[^>]+(?:src|href)=\"(?:https?:)?//[^\"]+", text)
 
 
-def test_sections_of_a_docstring(hook: ModuleType) -> None:
-    head, sections = hook.parts(
+def test_sections_of_a_docstring() -> None:
+    head, sections = docs_pages.split_docstring(
         "Sums :func:`fedloom.fit`.\n\nMore.\n\nArgs:\n    mu: strength.\n\nReference: A paper, eq. 3.\n\nExample:\n    >>> 1\n    1"
     )
     assert head == "Sums `fedloom.fit`.\n\nMore."
     assert sections == {"Args": "mu: strength.", "Reference": "A paper, eq. 3.", "Example": ">>> 1\n1"}
-
-
-def test_the_navigation_fits_what_is_there(hook: ModuleType, tmp_path: Path) -> None:
-    (tmp_path / "a.md").touch()
-    nav = [{"A": "a.md"}, {"B": "b.md"}, {"C": [{"D": "d.md"}]}, {"Methods": "methods/index.md"}]
-    assert hook.kept(nav, tmp_path) == [{"A": "a.md"}, {"Methods": "methods/index.md"}]
-    assert hook.listed([{"A": "a.md"}, {"C": [{"D": "d.md"}, "e.md"]}]) == ["a.md", "d.md", "e.md"]

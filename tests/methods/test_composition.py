@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -12,21 +9,8 @@ import torch
 from torch import nn
 
 import fedloom as fl
+from scripts import docs_pages
 from tests.helpers import everything, federation, fit, gap, run_of
-
-ROOT = Path(__file__).resolve().parents[2]
-
-
-def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("composition_table", ROOT / "scripts" / "composition_table.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-TABLE = script()
 
 
 def net() -> nn.Module:
@@ -54,7 +38,7 @@ def same_on_both_engines(method: str) -> fl.Result:
 @pytest.mark.parametrize("method", fl.list_methods())
 def test_isr_stacks_on_every_method(method: str) -> None:
     """Adapters move, on both engines alike; the pairs that are refused are those of the page."""
-    if TABLE.refusal(f"{method} + isr") is not None:
+    if docs_pages.refusal(f"{method} + isr") is not None:
         assert method in ("fedaf", "omniisr")
         return
     result = same_on_both_engines(f"{method} + isr(points=2)")
@@ -107,7 +91,7 @@ def test_named_compositions(method: str) -> None:
 
 
 def pairs() -> list[str]:
-    plugins = [TABLE.written(p) for p in TABLE.plugins()]
+    plugins = docs_pages.plugins().values()
     bases = [*fl.list_methods(), *(f"fedavg + {p}" for p in plugins)]
     return [f"{base} + {plugin}" for base in bases for plugin in plugins]
 
@@ -115,10 +99,10 @@ def pairs() -> list[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("method", pairs())
 def test_every_pair(method: str) -> None:
-    if TABLE.refusal(method) is None:
+    if docs_pages.refusal(method) is None:
         same_on_both_engines(method)
 
 
 def test_the_page_is_current() -> None:
-    """``python scripts/composition_table.py`` writes it."""
-    assert TABLE.PAGE.read_text(encoding="utf-8") == TABLE.page()
+    """``python scripts/docs_pages.py`` writes it."""
+    assert (docs_pages.DOCS / "composition.md").read_text(encoding="utf-8") == docs_pages.composition_page()

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import inspect
 import json
+import typing
 from collections.abc import Callable
 from enum import StrEnum
 from typing import Annotated, Any
 
 import typer
 
-from fedloom import data, documenting, models, registry
+from fedloom import config, data, models, registry
 from fedloom.errors import UserError
+from fedloom.options import Settings, default, meanings, option_names
 from fedloom.registry import Entry
 from fedloom.taps.report import model_costs
+from fedloom.values import words
 
 Row = dict[str, Any]
 
@@ -112,15 +115,53 @@ def _taps(model: str) -> list[Row]:
     ]
 
 
+_PARTS: dict[str, tuple[str, str | None, str]] = {
+    "method": (
+        "text",
+        None,
+        "the method: a recipe, then plug-ins, such as `fedprox(mu=0.01) + clip(1.0)` "
+        "(`fedloom list methods`, `list plugins`)",
+    ),
+    "model": (
+        "text or a table",
+        "mlp",
+        'a network by name, `model = "convnet4(width=64)"` or a table `[model]` with `name` and the network\'s options '
+        "(`fedloom list models`); `head` names the head's leaves where it is not found. In Python also any module",
+    ),
+    "optimizer": (
+        "text or a table",
+        "sgd(lr=0.05)",
+        '`optimizer = "adam(lr=1e-3)"` or a table `[optimizer]` with `name` (sgd, adam, adamw) and its options',
+    ),
+}
+"""Type, default and meaning of the options that no class of options holds."""
+
+
+def option_rows() -> list[Row]:
+    """List every option: table, key, type in words, default, meaning."""
+    rows: list[Row] = [
+        {"table": "", "key": key, "type": kind, "default": value, "meaning": meaning}
+        for key, (kind, value, meaning) in _PARTS.items()
+    ]
+    tables: dict[str, type[Any]] = {"": Settings, **config.SECTIONS}
+    for table, cls in tables.items():
+        hints, texts = typing.get_type_hints(cls), meanings(cls)
+        for key in option_names(cls):
+            value = default(cls, key)
+            shown = None if value is None else config.plain(value)
+            rows.append(
+                {"table": table, "key": key, "type": words(hints[key]), "default": shown, "meaning": texts[key]}
+            )
+    return rows
+
+
 def _options() -> list[Row]:
-    found = []
-    for row in documenting.rows():
+    rows = []
+    for row in option_rows():
         key = f"{row['table']}.{row['key']}" if row["table"] else row["key"]
         shown = f" = {row['default']!r}" if row["default"] is not None else ""
-        found.append(
-            {"name": key, "form": f"{key}{shown}", "summary": f"({row['type']}) {row['meaning']}", "paper": ""}
-        )
-    return found
+        rows.append({"name": key, "form": f"{key}{shown}", "summary": f"({row['type']}) {row['meaning']}", "paper": ""})
+    return rows
 
 
 _ROWS: dict[What, Callable[[], list[Row]]] = {
