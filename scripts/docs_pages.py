@@ -46,7 +46,8 @@ CONFIGURATION = """# Configuration
 A run is described by a TOML file, `fedloom run CONFIG.toml`. Every key is also an argument of `fl.fit`, of the same name and with the
 same values; tables are dictionaries there. All keys but `method` and `[data]` have defaults; unknown keys are errors, with a guess at
 what was meant. `--set table.key=value` changes a key from the command line. The run's folder holds `run.toml`, the whole resolved
-configuration, which is a configuration again.
+configuration, which is a configuration again. Its key `format` is the format number of the folder;
+a folder of another format is refused.
 
 ```toml
 method = "fedprox(mu=0.01) + isr(points=3) + lag(k=5)"

@@ -21,7 +21,7 @@ from fedloom.modes import Mixing
 from fedloom.optim import Optimizer
 from fedloom.options import Data, Diagnostics, Evaluate, Participation, Settings, default, option_names, read
 from fedloom.tasks import Task
-from fedloom.values import checked
+from fedloom.values import check_format, checked
 
 Table = dict[str, Any]
 
@@ -51,7 +51,7 @@ KEYS = (
 )
 """Every key of a configuration; each is an argument of ``fit``."""
 
-WRITTEN = ("resolved", "repeatable")
+WRITTEN = ("format", "resolved", "repeatable")
 """Keys that only ``fit`` writes, into ``run.toml``; a configuration may carry them."""
 
 
@@ -113,6 +113,8 @@ def check(table: Mapping[str, Any]) -> Table:
     for key in made:
         if key not in KEYS:
             raise UnknownName("key", str(key), KEYS)
+    if "format" in table:  # the configuration is a run.toml
+        check_format("the configuration", table["format"], "Write another one for this version.")
     if table.get("repeatable") is False:
         raise UserError("this configuration is of a run whose data or model were given in Python; repeat it there")
     for key in ("method", "data"):

@@ -1,4 +1,4 @@
-"""Whether a value is of a type that an annotation names, in words that a user understands."""
+"""Checks of values against type annotations, and of files against the format number."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from fedloom.errors import UserError
+
+FORMAT = 1
+"""The format of run folders, checkpoints, models, comparisons, experiments and messages."""
 
 _UNIONS = (typing.Union, types.UnionType)
 _LISTS = (tuple, list, collections.abc.Sequence)
@@ -27,6 +30,24 @@ def checked(name: str, value: Any, hint: Any) -> Any:
     if not good:
         raise UserError(f"{name}={value!r}: expected {words(hint)}")
     return made
+
+
+def check_format(name: object, number: object, action: str) -> None:
+    """Raise a UserError unless a format number is :data:`FORMAT`.
+
+    Args:
+        name: the file.
+        number: its format number, or the text of it; None for a file without one.
+        action: sentence that says what the user can do.
+
+    Example:
+        >>> check_format("run.toml", 2, "Run it again.")
+        Traceback (most recent call last):
+        ...
+        fedloom.errors.UserError: run.toml has format 2; expected format 1. Run it again.
+    """
+    if str(number) != str(FORMAT):
+        raise UserError(f"{name} has format {number}; expected format {FORMAT}. {action}")
 
 
 def fits(value: Any, hint: Any) -> bool:

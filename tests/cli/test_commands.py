@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
 
 import fedloom as fl
 from fedloom.cli import showing
@@ -159,6 +160,9 @@ def test_export(cli: Cli, run: Path, tmp_path: Path) -> None:
     outcome = cli("export", run, "--client", "1", "--out", file)
     assert outcome.status == 0
     code = outcome.out.split("\n\n", 1)[1]
+    with safe_open(file, "pt") as model:
+        metadata = model.metadata()
+    assert (metadata["format"], metadata["fedloom_format"]) == ("pt", "1")
     space: dict[str, Any] = {}
     exec(code, space)  # the lines that are printed are the lines that work
     x = fl.data.load("digits").train.x[:6]

@@ -198,11 +198,15 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
         compare(out=tmp_path)
     with pytest.raises(fl.UserError, match="holds no comparison"):
         fl.load_comparison(tmp_path)
-    (tmp_path / "comparison.json").write_text(json.dumps({"version": 1}))
+    (tmp_path / "comparison.json").write_text(json.dumps({"format": 1}))
     with pytest.raises(fl.UserError, match="damaged"):
         fl.load_comparison(tmp_path)
-    (tmp_path / "comparison.json").write_text("{")
-    with pytest.raises(fl.UserError, match="damaged"):
+    for text in ("{", "[]"):
+        (tmp_path / "comparison.json").write_text(text)
+        with pytest.raises(fl.UserError, match="damaged"):
+            fl.load_comparison(tmp_path)
+    (tmp_path / "comparison.json").write_text(json.dumps({"format": 2}))
+    with pytest.raises(fl.UserError, match=r"^.*has format 2; expected format 1\. Make .*$"):
         fl.load_comparison(tmp_path)
 
 

@@ -31,7 +31,7 @@ def fake(path: Path, curve: list[float | None], clients: Clients, *, up: int = 1
     (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     resolved = {"primary": "accuracy", "higher_is_better": True}
     (path / "run.toml").write_text(
-        tomli_w.dumps({"task": "classification", "method": "fedavg()", "resolved": resolved})
+        tomli_w.dumps({"format": 1, "task": "classification", "method": "fedavg()", "resolved": resolved})
     )
     rows = [f"{name},5,1,0,{'' if v is None else v}" for name, v in clients.items()]
     (path / "clients.csv").write_text("\n".join(["client,n_train,rounds,new,accuracy", *rows]) + "\n")
@@ -146,7 +146,7 @@ def test_what_is_missing_is_shown(tmp_path: Path) -> None:
     made.cells[3].failure = "nan in the update of client 3"
     fake(made.cells[4].path, [], {"other": 0.4})
     (made.cells[6].path).mkdir()
-    (made.cells[6].path / "run.toml").write_text("task = 'classification'")
+    (made.cells[6].path / "run.toml").write_text("format = 1\ntask = 'classification'")
     (made.cells[6].path / "metrics.jsonl").write_text('{"round": 1, "bytes_up": 3, "bytes_down": 4}\n')
     a, b, c, d = made.tables["summary"].rows
     assert (a["done"], a["value"], a["value_n"], a["value_low"]) == (2, 0.5, 1, None)

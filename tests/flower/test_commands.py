@@ -27,7 +27,9 @@ from fedloom.cli import main
 from fedloom.cli.deploy import app
 from fedloom.deploy import results
 from fedloom.deploy.plan import Plan, digest
+from fedloom.deploy.project import read_consortium
 from fedloom.engines.flower.programs import manifest
+from fedloom.errors import UserError
 from fedloom.run import Run
 from fedloom.types import Message
 from tests.flower.sites import experiment, people, write_sites
@@ -38,6 +40,14 @@ def call(*words: str | Path) -> int:
     with pytest.raises(SystemExit) as left:
         main([str(w) for w in words])
     return int(left.value.code or 0)
+
+
+def test_consortium_of_another_format_is_refused_in_one_line(tmp_path: Path) -> None:
+    assert call("deploy", "init", tmp_path / "c", "--sites", "north") == 0
+    file = tmp_path / "c" / "consortium.toml"
+    file.write_text(file.read_text().replace("format = 1", "format = 2"))
+    with pytest.raises(UserError, match=r"^.*toml has format 2; expected format 1\. Make .*$"):
+        read_consortium(tmp_path / "c")
 
 
 def test_init_makes_certificates_and_keys_that_fit(tmp_path: Path) -> None:

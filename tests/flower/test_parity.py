@@ -114,7 +114,7 @@ def test_only_what_is_declared_leaves_a_site(method: str) -> None:
                     assert not rows & {float(v) for v in value.flatten()}
         outline = wire.outline_of(content)
         assert len(outline["tensors"]) <= mentioned
-        assert set(outline) == {"version", "site", "facts", "answers", "code", "tensors"}
+        assert set(outline) == {"format", "site", "facts", "answers", "code", "tensors"}
     assert uploads == 8
 
 

@@ -17,6 +17,7 @@ from flwr.app import Message
 from flwr.clientapp import ClientApp
 
 import fedloom as fl
+from fedloom.deploy import results
 from fedloom.deploy.plan import Plan
 from fedloom.deploy.serve import Course, serve
 from fedloom.engines.flower import wire
@@ -252,6 +253,22 @@ def test_a_server_that_dies_goes_on_where_it_was(tmp_path: Path, methods: list[s
     courses = deploy(tmp_path, table, data, grid=grid, resume=True)
     for method in methods:
         assert_same(courses[method], simulated(method, data, table))
+
+
+def test_experiment_of_another_format_is_refused_in_one_line(tmp_path: Path) -> None:
+    data, table = people(), experiment(["fedavg"], rounds=1)
+    grid = grid_of(write_sites(tmp_path / "sites", data))
+    deploy(tmp_path, table, data, grid=grid)
+    (file,) = tmp_path.rglob("experiment.json")
+    facts = json.loads(file.read_text())
+    assert facts["format"] == 1
+    file.write_text(json.dumps({**facts, "format": 2}))
+    line = r"^.*experiment.json has format 2; expected format 1\. Run it again in another folder\.$"
+    with pytest.raises(fl.UserError, match=line):
+        deploy(tmp_path, table, data, grid=grid, resume=True)
+    for read in (results.read, fl.report):
+        with pytest.raises(fl.UserError, match=line):
+            read(file.parent)
 
 
 def test_missing_sites_are_named(tmp_path: Path) -> None:

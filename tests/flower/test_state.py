@@ -11,6 +11,7 @@ pytest.importorskip("flwr")
 
 from fedloom.engines.flower.codes import Code, Refusal
 from fedloom.engines.flower.state import SiteStore, folder_name
+from fedloom.store.packing import pack, state_tree
 from fedloom.work import ClientState
 
 
@@ -63,3 +64,15 @@ def test_missing_and_damaged_files_are_refused_with_a_code(tmp_path: Path, conte
     with pytest.raises(Refusal) as refusal:
         store.load("trial", "fedavg", 1)
     assert refusal.value.code == Code.STATE
+
+
+@pytest.mark.parametrize("number", [{"format": 2}, {}])
+def test_state_of_another_format_is_refused_in_one_line(tmp_path: Path, number: dict[str, int]) -> None:
+    store = SiteStore(tmp_path)
+    store.save("trial", "fedavg", 1, state(1), None)
+    next(tmp_path.rglob("round-*")).write_bytes(pack({**number, **state_tree(state(1))}))
+    with pytest.raises(Refusal) as refusal:
+        store.load("trial", "fedavg", 1)
+    assert refusal.value.code == Code.STATE
+    assert f"it has format {number.get('format')}; expected format 1" in refusal.value.reason
+    assert "\n" not in refusal.value.reason

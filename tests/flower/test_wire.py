@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedloom.engines.flower import wire
+from fedloom.values import FORMAT
 from fedloom.work import Post
 
 NAMES = st.text(min_size=1, max_size=8)
@@ -121,7 +122,7 @@ def test_hostile_arrays_are_refused(data: bytes) -> None:
         wire.content_of(Array("uint8", (1,), "numpy.ndarray", data))
 
 
-GOOD = {"version": wire.VERSION, "site": "a", "facts": {}, "answers": [], "code": 0, "tensors": [["float32", [1]]]}
+GOOD = {"format": FORMAT, "site": "a", "facts": {}, "answers": [], "code": 0, "tensors": [["float32", [1]]]}
 
 
 @pytest.mark.parametrize(
@@ -174,7 +175,6 @@ EMPTY = {**GOOD, "tensors": []}
         "",
         "[]",
         "{}",
-        json.dumps({"version": 99}),
         json.dumps({**EMPTY, "site": 3}),
         json.dumps({**EMPTY, "answers": {}}),
         json.dumps({**EMPTY, "answers": [{"code": 0, "message": {"delta": {"w": 9}}}]}),
@@ -187,3 +187,12 @@ def test_hostile_outlines_are_refused(text: str) -> None:
     content = RecordDict({wire.OUTLINE: ConfigRecord({"json": text, wire.BYTES: b""})})
     with pytest.raises(wire.Malformed):
         wire.unpack_package(content)
+
+
+@pytest.mark.parametrize("number", [2, "1", None])
+def test_message_of_another_format_is_refused_in_one_line(number: object) -> None:
+    text = json.dumps({**EMPTY, "format": number})
+    content = RecordDict({wire.OUTLINE: ConfigRecord({"json": text, wire.BYTES: b""})})
+    for unpack in (wire.unpack_package, wire.unpack_letter):
+        with pytest.raises(wire.Malformed, match=f"^format {number!r} instead of format 1; install .*$"):
+            unpack(content)

@@ -127,7 +127,7 @@ def test_malformed_frames_do_not_end_it(
         (b"{", b"", b""),
         (b"{}", b"9", b"\x80\x04pickle"),
         (b"[]" * 9, b"", b""),
-        (b'{"version": 2}', b"4", b"\x93NUMPY\x09\x00"),
+        (b'{"format": 1}', b"4", b"\x93NUMPY\x09\x00"),
     ],
 )
 def test_a_letter_that_cannot_be_read_gets_a_code(

@@ -47,7 +47,14 @@ def written(path: Path, clients: int, rounds: int = 3, **changes: Any) -> Path:
     path.mkdir(parents=True)
     names = [f"c{i:04d}" for i in range(clients)]
     resolved = {"primary": "accuracy", "higher_is_better": True, "clients": clients, "device": "cpu"}
-    config = {"method": "fedavg()", "mode": "federated", "seed": 0, "rounds": rounds, "data": {"name": "made"}}
+    config = {
+        "format": 1,
+        "method": "fedavg()",
+        "mode": "federated",
+        "seed": 0,
+        "rounds": rounds,
+        "data": {"name": "made"},
+    }
     (path / "run.toml").write_text(tomli_w.dumps({**config, "resolved": resolved, **changes}))
     values = draw.uniform(0.5, 1, (rounds, clients)).round(4)
     lines, curves = [], []

@@ -139,7 +139,7 @@ def test_a_run_that_was_cut_off_is_shown_as_far_as_it_got(tmp_path: Path, data: 
     assert len(rows) == len(data)
 
 
-def test_a_folder_of_an_older_run_has_fewer_sections(tmp_path: Path, runs: dict[str, fl.Result]) -> None:
+def test_a_folder_without_extra_files_has_fewer_sections(tmp_path: Path, runs: dict[str, fl.Result]) -> None:
     assert runs["proto"].path is not None
     old = shutil.copytree(runs["proto"].path, tmp_path / "old")
     for name in ("data.json", "curves.jsonl"):

@@ -12,7 +12,6 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 import typer
-from safetensors.torch import save as save_tensors
 from torch import Tensor
 
 from fedloom.data import Preprocessing, Scale, to_float
@@ -21,6 +20,7 @@ from fedloom.errors import UserError
 from fedloom.result import Result
 from fedloom.store import disk, load_run
 from fedloom.store.loading import SavedModels
+from fedloom.store.packing import pack_model
 
 Folder = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a finished run.")]
 Client = Annotated[str | None, typer.Option(help="Whose personal model; the shared model without.")]
@@ -69,9 +69,9 @@ def export(
     if out.exists():
         raise UserError(f"{out} exists; choose another file")
     how = loading(result, out)
-    leaves = {k: v.contiguous() for k, v in models.leaves(name).items()}
-    about = {"format": "pt", "method": str(result.config["method"]), "client": name or "", "how": how}
-    disk.write(out, bytes(save_tensors(leaves, about)))
+    leaves = models.leaves(name)
+    method = str(result.config["method"])
+    disk.write(out, pack_model(leaves, format="pt", method=method, client=name or "", how=how))
     if not quiet:
         typer.echo(
             f"{out}: {sum(v.numel() for v in leaves.values()):,} numbers in {len(leaves)} leaves. To load it:\n\n{how}"

@@ -21,8 +21,9 @@ from fedloom.result import Result
 from fedloom.store import disk, load_run
 from fedloom.store.folder import CLIENTS, RUN, read_clients, read_config, read_metrics
 from fedloom.store.packing import read
+from fedloom.values import FORMAT, check_format
 
-FILE, RUNS, VERSION = "comparison.json", "runs", 1
+FILE, RUNS = "comparison.json", "runs"
 
 State = Literal["waiting", "unfinished", "done", "failed"]
 Given = nn.Module | Callable[[], nn.Module] | None
@@ -197,7 +198,7 @@ class Comparison:
             for c in self.cells
         ]
         facts = {
-            "version": VERSION,
+            "format": FORMAT,
             "methods": self.methods,
             "seeds": list(self.seeds),
             "sweep": {k: [plain(v) for v in values] for k, values in self.sweep.items()},
@@ -238,20 +239,25 @@ def load_comparison(path: str | Path, model: Given = None) -> Comparison:
             facts["baseline"],
             cells,
             dict(facts["options"]),
-            facts.get("target"),
+            facts["target"],
         )
     except (KeyError, TypeError) as error:
         raise UserError(f"{place / FILE} is damaged: {error!r}") from None
 
 
 def read_facts(place: Path) -> Mapping[str, Any]:
-    """``comparison.json`` of a folder."""
+    """Load ``comparison.json`` of a folder.
+
+    Raises:
+        UserError: it is missing, damaged or of another format.
+    """
     if not (place / FILE).is_file():
         raise UserError(f"{place} holds no comparison ({FILE} is missing)")
     try:
         facts = json.loads(read(place / FILE))
     except ValueError as error:
         raise UserError(f"{place / FILE} is damaged: {error}") from None
-    if not isinstance(facts, dict) or facts.get("version") != VERSION:
-        raise UserError(f"{place / FILE} is of another version of fedloom; make the comparison again")
+    if not isinstance(facts, dict):
+        raise UserError(f"{place / FILE} is damaged: it holds no table")
+    check_format(place / FILE, facts.get("format"), "Make the comparison again in another folder.")
     return facts

@@ -16,6 +16,7 @@ from fedloom.deploy.keys import make_certificates, make_site_key
 from fedloom.deploy.plan import Plan
 from fedloom.errors import UserError
 from fedloom.store.disk import file_name
+from fedloom.values import FORMAT, check_format
 
 CONSORTIUM = "consortium.toml"
 APP = """\
@@ -90,7 +91,8 @@ def init(
     (server / "app").mkdir(parents=True)
     server.chmod(0o700)
     (folder / "experiment.toml").write_text(text, encoding="utf-8")
-    table = {"host": host, "port": port, "inner_port": inner, "sites": list(plan.sites)}
+    table = {"format": FORMAT, "host": host, "port": port, "inner_port": inner}
+    table["sites"] = list(plan.sites)
     (folder / CONSORTIUM).write_text(tomli_w.dumps(table), encoding="utf-8")
     make_certificates(server, [host])
     (server / "app" / "pyproject.toml").write_text(APP, encoding="utf-8")
@@ -139,4 +141,5 @@ def read_consortium(folder: Path) -> Mapping[str, Any]:
         assert {"host", "port", "inner_port", "sites"} <= set(table)
     except (OSError, tomllib.TOMLDecodeError, AssertionError):
         raise UserError(f"{folder} is no folder of a consortium; make one with fedloom deploy init") from None
+    check_format(folder / CONSORTIUM, table.get("format"), "Make it again with fedloom deploy init.")
     return table

@@ -21,7 +21,8 @@ from fedloom.store import disk
 from fedloom.store.checkpoint import Checkpoints, Snapshot
 from fedloom.store.files import shared_leaves
 from fedloom.store.folder import finite, read_metrics
-from fedloom.store.packing import plain, read
+from fedloom.store.packing import pack_model, read
+from fedloom.values import FORMAT, check_format
 from fedloom.work import ClientState
 
 EXPERIMENT = "experiment.json"
@@ -50,7 +51,7 @@ class RunRecords:
         if resume:
             if not path.exists():
                 raise UserError(f"{out} holds no experiment to go on with; start it without --resume")
-            known = json.loads(read(path))
+            known = read_experiment(out)
             if known["plan"] != digest(text):
                 raise UserError(f"{out} holds another experiment than the one given; choose another folder")
             return str(known["key"])
@@ -59,7 +60,8 @@ class RunRecords:
         with disk.writing(out):
             out.mkdir(parents=True, exist_ok=True)
         key = f"{plan.name}-{secrets.token_hex(4)}"
-        disk.write(path, json.dumps({"key": key, "plan": digest(text), "name": plan.name}).encode())
+        facts = {"format": FORMAT, "key": key, "plan": digest(text), "name": plan.name}
+        disk.write(path, json.dumps(facts).encode())
         disk.write(out / "experiment.toml", text.encode())
         return key
 
@@ -83,12 +85,10 @@ class RunRecords:
 
     def finish(self, run: Run) -> None:
         """Writes the shared model and the table of sites."""
-        from safetensors.torch import save
-
         folder = self.folder / "models"
         with disk.writing(folder):
             folder.mkdir(exist_ok=True)
-        disk.write(folder / "shared.safetensors", save({k: plain(v) for k, v in shared_leaves(run).items()}))
+        disk.write(folder / "shared.safetensors", pack_model(shared_leaves(run)))
         rows = [
             {"client": name, "n_train": len(site.train), "rounds": run.state_of(name).rounds, **run.last.get(name, {})}
             for name, site in run.sites.items()
@@ -98,6 +98,21 @@ class RunRecords:
         table.writeheader()
         table.writerows([{k: "" if v is None else v for k, v in row.items()} for row in rows])
         disk.write(self.folder / "clients.csv", text.getvalue().encode())
+
+
+def read_experiment(out: Path) -> dict[str, Any]:
+    """Load ``experiment.json`` of an experiment's folder.
+
+    Raises:
+        UserError: it is missing, damaged or of another format.
+    """
+    data = read(out / EXPERIMENT)
+    try:
+        facts: dict[str, Any] = json.loads(data)
+    except ValueError as error:
+        raise UserError(f"{out / EXPERIMENT} is damaged: {error}") from None
+    check_format(out / EXPERIMENT, facts.get("format"), "Run it again in another folder.")
+    return facts
 
 
 def show(key: str, record: Mapping[str, Any], primary: str) -> str:

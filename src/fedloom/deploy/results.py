@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 import re
 import statistics
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 from fedloom.comparison.statistics import interval
 from fedloom.deploy.plan import Plan
+from fedloom.deploy.records import read_experiment
 from fedloom.engines.flower.state import folder_name
 from fedloom.errors import UserError
 
@@ -19,9 +19,9 @@ def read(out: Path) -> dict[str, Any]:
     """Metrics by method and site, a list over seeds."""
     try:
         plan = Plan.parse((out / "experiment.toml").read_text(encoding="utf-8"))
-        json.loads((out / "experiment.json").read_text(encoding="utf-8"))
     except OSError:
         raise UserError(f"{out} holds no experiment") from None
+    read_experiment(out)
     found: dict[str, Any] = {}
     for key, (method, _) in plan.runs().items():
         path = out / folder_name(key) / "clients.csv"

@@ -19,7 +19,15 @@ class ConvBlock(nn.Sequential):
 
 
 class ConvNet(Network):
-    """`depth` convolution blocks of one width; the head reads the mean over space of the last."""
+    """Convolution blocks of one width; the head reads the mean over space of the last.
+
+    Args:
+        depth: number of blocks.
+        width: channels of every block.
+        num_classes: width of the output.
+        in_channels: channels of the images.
+        norm: "bn_batch" (batch statistics, as FedBABU), "bn_track", "gn" or "none".
+    """
 
     def __init__(self, depth: int, width: int, num_classes: int, in_channels: int, norm: Norm) -> None:
         super().__init__()
@@ -42,15 +50,7 @@ class ConvNet(Network):
 def convnet3(num_classes: int = 47, in_channels: int = 1, norm: Norm = "bn_batch", width: int = 64) -> ConvNet:
     """FedAIMS's network for EMNIST: three conv blocks of width 64, global pooling.
 
-    Args:
-        num_classes: width of the output.
-        in_channels: channels of the images.
-        norm: "bn_batch" (batch statistics, as FedBABU), "bn_track", "gn" or "none".
-        width: channels of every block.
-
-    Example:
-        >>> sum(p.numel() for p in convnet3().parameters())
-        77935
+    It has 77,935 parameters. Arguments: see :class:`ConvNet`.
 
     Reference: FedAIMS, section 5.1 and Table 6.
     """
@@ -60,15 +60,7 @@ def convnet3(num_classes: int = 47, in_channels: int = 1, norm: Norm = "bn_batch
 def convnet4(num_classes: int = 10, in_channels: int = 3, norm: Norm = "bn_batch", width: int = 128) -> ConvNet:
     """FedAIMS's network for CIFAR-10: four conv blocks of width 128, global pooling.
 
-    Args:
-        num_classes: width of the output.
-        in_channels: channels of the images.
-        norm: "bn_batch" (batch statistics, as FedBABU), "bn_track", "gn" or "none".
-        width: channels of every block.
-
-    Example:
-        >>> sum(p.numel() for p in convnet4().parameters())
-        448650
+    It has 448,650 parameters. Arguments: see :class:`ConvNet`.
 
     Reference: FedAIMS, section 5.1 and Table 6.
     """

@@ -29,7 +29,7 @@ class PlainCNN(Network):
         num_classes: width of the output.
         in_channels: channels of the images.
         image_size: side of the images, or (height, width); it sets the first linear layer's width.
-        norm: normalisation after every layer but the head.
+        norm: normalisation after every layer but the head: "bn_track", "bn_batch", "gn" or "none".
         pool: side of the pooling window, whose stride is 2.
         grid: average the last map to grid x grid first, so that any image size fits.
         dropout: probability after each linear layer but the head.
@@ -100,15 +100,7 @@ def cnn20(
 ) -> PlainCNN:
     """The network of FedLAG's code: six 3x3 convolutions, pooling after each pair, two linear layers.
 
-    Args:
-        num_classes: width of the output.
-        in_channels: channels of the images.
-        norm: "none", "bn_track", "bn_batch" or "gn".
-        image_size: side of the images, or (height, width).
-
-    Example:
-        >>> sum(p.numel() for p in cnn20().parameters())
-        1341226
+    It has 1,341,226 parameters. Arguments: see :class:`PlainCNN`.
 
     Reference: FedLAG, the authors' code.
     """
@@ -121,15 +113,7 @@ def pfllib_cnn(
 ) -> PlainCNN:
     """PFLlib's network: 5x5 convolutions of 32 and 64 channels with pooling, two linear layers.
 
-    Args:
-        num_classes: width of the output.
-        in_channels: channels of the images.
-        norm: "none", "bn_track", "bn_batch" or "gn".
-        image_size: side of the images, or (height, width).
-
-    Example:
-        >>> sum(p.numel() for p in pfllib_cnn().parameters())
-        878538
+    It has 878,538 parameters. Arguments: see :class:`PlainCNN`.
 
     Reference: Zhang et al., PFLlib, 2025; the network of McMahan et al., 2017, without padding.
     """
@@ -146,16 +130,7 @@ def femnist_cnn(
 ) -> PlainCNN:
     """FedMAP's network for FEMNIST: four 3x3 convolutions, pooling after each pair, two linear layers.
 
-    Args:
-        num_classes: width of the output.
-        in_channels: channels of the images.
-        norm: "bn_track", "bn_batch", "gn" or "none".
-        image_size: side of the images, or (height, width).
-        dropout: probability before the head.
-
-    Example:
-        >>> sum(p.numel() for p in femnist_cnn().parameters())
-        3374782
+    It has 3,374,782 parameters. Arguments: see :class:`PlainCNN`.
 
     Reference: FedMAP, Table 7.
     """
@@ -172,15 +147,7 @@ def office_cnn(
 ) -> PlainCNN:
     """FedBN's AlexNet with BatchNorm for Office pictures of 224x224 (57 million parameters).
 
-    Args:
-        num_classes: width of the output.
-        in_channels: channels of the images.
-        norm: "bn_track", "bn_batch", "gn" or "none".
-        image_size: side of the images, or (height, width); at least 63.
-
-    Example:
-        >>> office_cnn(num_classes=10).blocks
-        ['body.stage1', 'body.stage2', 'body.stage3', 'fc']
+    Images need at least 63x63 pixels. Arguments: see :class:`PlainCNN`.
 
     Reference: Li et al., FedBN, 2021; FedMAP, Table 4.
     """

@@ -65,7 +65,17 @@ class BasicBlock(nn.Module):
 
 
 class ResNet(Network):
-    """A 3x3 stem, stages of basic blocks (all but the first halve the map), pooling, linear layers."""
+    """A 3x3 stem, stages of basic blocks (all but the first halve the map), pooling, linear layers.
+
+    Args:
+        depths: blocks of each stage.
+        widths: channels of each stage.
+        num_classes: width of the output.
+        in_channels: channels of the images.
+        norm: "bn_track", "bn_batch" (FedAIMS), "gn" or "none".
+        shortcut: "pad" (zeros in the new channels) or "projection" (1x1 convolution).
+        hidden: widths of the linear layers before the head.
+    """
 
     def __init__(
         self,
@@ -110,14 +120,7 @@ class ResNet(Network):
 def resnet18(num_classes: int = 100, in_channels: int = 3, norm: Norm = "bn_track") -> ResNet:
     """ResNet-18 for 32x32 images: 3x3 stem, stages (2, 2, 2, 2) at 64 to 512 channels.
 
-    Args:
-        num_classes: width of the output.
-        in_channels: channels of the images.
-        norm: "bn_track", "bn_batch" (FedAIMS), "gn" or "none".
-
-    Example:
-        >>> sum(p.numel() for p in resnet18(num_classes=100).parameters())
-        11220132
+    It has 11,220,132 parameters. Arguments: see :class:`ResNet`.
 
     Reference: He et al., Deep Residual Learning, 2015; FedAIMS, Table 6.
     """
@@ -127,14 +130,7 @@ def resnet18(num_classes: int = 100, in_channels: int = 3, norm: Norm = "bn_trac
 def resnet9(num_classes: int = 10, in_channels: int = 1, norm: Norm = "bn_track") -> ResNet:
     """FedLAG's ResNet-9 for MNIST and EMNIST: blocks (1, 2, 2, 1) at 32 to 256 channels, three linear layers.
 
-    Args:
-        num_classes: width of the output.
-        in_channels: channels of the images.
-        norm: "bn_track", "bn_batch", "gn" or "none".
-
-    Example:
-        >>> sum(p.numel() for p in resnet9().parameters())
-        1695210
+    It has 1,695,210 parameters. Arguments: see :class:`ResNet`.
 
     Reference: FedLAG, Table 5.
     """
@@ -150,16 +146,8 @@ def resnet20(
 ) -> ResNet:
     """FedLAG's ResNet-20 for CIFAR: blocks (3, 3, 3) at 64 to 256 channels, three linear layers.
 
-    Args:
-        num_classes: width of the output.
-        in_channels: channels of the images.
-        norm: "bn_track", "bn_batch", "gn" or "none".
-        shortcut: "pad" (zeros in the new channels) or "projection" (1x1 convolution).
-        depths: blocks per stage; the paper prints (2, 3, 4) for CIFAR-100.
-
-    Example:
-        >>> sum(p.numel() for p in resnet20().parameters())
-        4383434
+    It has 4,383,434 parameters. The paper prints depths (2, 3, 4) for CIFAR-100. Arguments: see
+    :class:`ResNet`.
 
     Reference: FedLAG, Table 5.
     """

@@ -226,9 +226,11 @@ def deployed(place: Path) -> list[Run]:
     """The runs of an experiment of real sites."""
     try:
         from fedloom.deploy.plan import Plan
+        from fedloom.deploy.records import read_experiment
         from fedloom.engines.flower.state import folder_name
     except ImportError:
         raise UserError(f'{place} is of real sites; to read it: pip install "fedloom[flower]"') from None
+    read_experiment(place)
     text = read(place / "experiment.toml").decode("utf-8", "replace")
     plan, shared = Plan.parse(text), tomllib.loads(text)
     task = tasks.named(plan.task)

@@ -23,6 +23,7 @@ from fedloom.server import ServerState
 from fedloom.store import disk
 from fedloom.store.clients import ClientStore
 from fedloom.store.packing import pack, read, unpack
+from fedloom.values import FORMAT, check_format
 from fedloom.work import ClientState
 
 KEPT = 2
@@ -77,6 +78,7 @@ class Checkpoints:
         """Writes the server's state and makes it the newest checkpoint."""
         tree = {"leaves": snapshot.server.leaves, "memory": snapshot.server.memory}
         state = {
+            "format": FORMAT,
             "round": snapshot.server.round,
             "server": disk.write(temporary / "server.safetensors", pack(tree)),
             "metrics_bytes": metrics_bytes,
@@ -109,17 +111,16 @@ class Checkpoints:
         place = self.folder / name
         try:
             state = json.loads(self._whole(place / "state.json", digest))
+            number = state.get("format")
+            check_format(place / "state.json", number, "Run it again in another folder.")
             tree = unpack(self._whole(place / "server.safetensors", state["server"]), device)
             best = None
             if "best" in state:
                 best = unpack(self._whole(place / "best.safetensors", state["best"]), device)
             self.store = ClientStore(self.folder, device)
-            if "clients" in state:
-                self._older(state)
-            else:
-                for file, expected in state["files"].items():
-                    self._check(self.folder / file, expected)
-                self.store.open(state["files"], state["gone"])
+            for file, expected in state["files"].items():
+                self._check(self.folder / file, expected)
+            self.store.open(state["files"], state["gone"])
         except (KeyError, TypeError, ValueError, SafetensorError) as error:
             if isinstance(error, UserError):
                 raise
@@ -129,14 +130,6 @@ class Checkpoints:
                 disk.remove(path)
         server = ServerState(tree["leaves"], tree["memory"], state["round"])
         return Snapshot(server, self.store, state["facts"], lambda: best), state["metrics_bytes"]
-
-    def _older(self, state: Mapping[str, Any]) -> None:
-        """Clients of a checkpoint of the first version, which had an index of all of them."""
-        for file, expected in state["files"].items():
-            for client, kept in unpack(self._whole(self.folder / file, expected), self.store.device).items():
-                if state["clients"].get(client) == file:
-                    self.store[client] = ClientState(**kept)
-        self.store.begin_at(max((int(re.findall(r"\d+", f)[0]) for f in state["files"]), default=0))
 
     def _whole(self, path: Path, digest: str) -> bytes:
         data = read(path)

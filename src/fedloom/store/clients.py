@@ -282,15 +282,11 @@ class ClientStore(MutableMapping[str, ClientState]):
         for file, digest in files.items():
             self.digests[file] = digest
             self._add(file, (self.place() / file).stat().st_size)
-            self.begin_at(int(file[len("clients-") :].split(".")[0]))
+            self._number = max(self._number, int(file[len("clients-") :].split(".")[0]))
         for name in gone:
             if name in self._rounds:
                 self._forget(name)
             self.gone.add(name)
-
-    def begin_at(self, number: int) -> None:
-        """Numbers the files to come from here on."""
-        self._number = max(self._number, number)
 
     def clean(self, needed: Iterable[str]) -> None:
         """Removes files that hold no state of now and that no checkpoint needs."""

@@ -7,7 +7,6 @@ import json
 from collections.abc import Iterator
 
 import torch
-from safetensors.torch import save as save_tensors
 from torch import Tensor
 
 from fedloom import newcomers
@@ -16,7 +15,7 @@ from fedloom.data import Federation
 from fedloom.network import Network
 from fedloom.run import Run
 from fedloom.store.disk import file_name
-from fedloom.store.packing import plain
+from fedloom.store.packing import pack_model, plain
 from fedloom.types import Leaves
 
 SINGLE = 1000
@@ -28,21 +27,21 @@ SEPARATOR = "/"
 def model_files(run: Run, data: Federation) -> Iterator[tuple[str, bytes]]:
     """Contents of ``models/`` with their paths: the shared model, and of each client the leaves that are its own."""
     shared = shared_leaves(run)
-    yield "shared.safetensors", _bytes(shared)
+    yield "shared.safetensors", pack_model(shared)
     names = list(run.judges)
     desks = run.desks(names)
     if len(names) <= SINGLE:
         for name, desk in zip(names, desks, strict=True):
-            yield f"clients/{file_name(name)}.safetensors", _bytes(own_leaves(desk, shared))
+            yield f"clients/{file_name(name)}.safetensors", pack_model(own_leaves(desk, shared))
     else:
         for start in range(0, len(names), SINGLE):
             shard: Leaves = {}
             for name in names[start : start + SINGLE]:
                 prefix = file_name(name) + SEPARATOR
                 shard |= {prefix + k: v for k, v in own_leaves(next(desks), shared).items()}
-            yield f"clients-{start // SINGLE + 1:04d}.safetensors", _bytes(shard)
+            yield f"clients-{start // SINGLE + 1:04d}.safetensors", pack_model(shard)
     for name, desk in zip(run.new, newcomers.desks(run, run.new), strict=True):
-        yield f"new/{file_name(name)}.safetensors", _bytes(own_leaves(desk, shared))
+        yield f"new/{file_name(name)}.safetensors", pack_model(own_leaves(desk, shared))
     if data.preprocessing is not None:
         yield "preprocessing.json", json.dumps(data.preprocessing.to_json()).encode()
 
@@ -101,7 +100,3 @@ def rows_fingerprint(data: Federation) -> str:
 
 def _raw(value: Tensor) -> bytes:
     return plain(value).reshape(-1).view(torch.uint8).numpy().tobytes() if value.numel() else b""
-
-
-def _bytes(leaves: Leaves) -> bytes:
-    return bytes(save_tensors({k: plain(v) for k, v in leaves.items()}))

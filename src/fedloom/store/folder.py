@@ -20,6 +20,7 @@ from fedloom.store import disk
 from fedloom.store.checkpoint import Checkpoints, Snapshot
 from fedloom.store.clients import ClientStore
 from fedloom.store.packing import read
+from fedloom.values import FORMAT, check_format
 
 Table = dict[str, Any]
 RUN, METRICS, CLIENTS, MODELS = "run.toml", "metrics.jsonl", "clients.csv", "models"
@@ -82,10 +83,10 @@ class RunFolder:
         return read_config(self.path)
 
     def begin(self, config: Table) -> None:
-        """Writes the configuration."""
+        """Writes the configuration and the format number."""
         import tomli_w  # only a run with a folder needs it
 
-        disk.write(self.path / RUN, tomli_w.dumps(config).encode())
+        disk.write(self.path / RUN, tomli_w.dumps({"format": FORMAT, **config}).encode())
 
     def describe(self, sketch: Callable[[], Mapping[str, Any]]) -> None:
         """Writes who has what in outline, unless that is there already."""
@@ -94,11 +95,9 @@ class RunFolder:
 
     def amend(self, changes: Table) -> None:
         """Changes what was resolved, under ``[resolved.plan]``."""
-        import tomli_w
-
         table = self.config()
         amend(table["resolved"], changes)
-        disk.write(self.path / RUN, tomli_w.dumps(table).encode())
+        self.begin(table)
 
     def check_same(self, config: Table) -> None:
         """Refuses to go on with another configuration, naming the keys that differ."""
@@ -211,13 +210,19 @@ def flat(table: Mapping[str, Any], prefix: str = "") -> Table:
 
 
 def read_config(path: Path) -> Table:
-    """``run.toml`` of a folder."""
+    """Load ``run.toml`` of a folder, without its format number.
+
+    Raises:
+        UserError: it is missing, damaged or of another format.
+    """
     if not (path / RUN).is_file():
         raise UserError(f"{path} holds no run ({RUN} is missing)")
     try:
-        return tomllib.loads(read(path / RUN).decode())
+        table = tomllib.loads(read(path / RUN).decode())
     except ValueError as error:
         raise UserError(f"{path / RUN} is damaged: {error}") from None
+    check_format(path / RUN, table.pop("format", None), "Run it again in another folder.")
+    return table
 
 
 def read_metrics(path: Path) -> list[Table]:

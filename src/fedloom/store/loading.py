@@ -22,7 +22,7 @@ from fedloom.store.checkpoint import Checkpoints
 from fedloom.store.disk import file_name
 from fedloom.store.files import SEPARATOR, SINGLE
 from fedloom.store.folder import MODELS, read_clients, read_config, read_metrics
-from fedloom.store.packing import read, read_tensors
+from fedloom.store.packing import read, read_model
 from fedloom.tasks import Task
 from fedloom.types import Leaves
 from fedloom.work import Site, Work
@@ -78,19 +78,19 @@ class SavedModels:
 
     def shared(self) -> Leaves:
         """The shared model's leaves."""
-        return read_tensors(self.path / MODELS / "shared.safetensors")
+        return read_model(self.path / MODELS / "shared.safetensors")
 
     def own(self, client: str) -> Leaves:
         """The leaves of a client's own model that are not the shared model's."""
         if self.clients[client].new:
             place = self.path / MODELS / "new" / f"{file_name(client)}.safetensors"
-            return read_tensors(place) if place.exists() else {}
+            return read_model(place) if place.exists() else {}
         names = [n for n, c in self.clients.items() if not c.new]
         if len(names) <= SINGLE:
-            return read_tensors(self.path / MODELS / "clients" / f"{file_name(client)}.safetensors")
+            return read_model(self.path / MODELS / "clients" / f"{file_name(client)}.safetensors")
         shard = names.index(client) // SINGLE + 1
         prefix = file_name(client) + SEPARATOR
-        found = read_tensors(self.path / MODELS / f"clients-{shard:04d}.safetensors")
+        found = read_model(self.path / MODELS / f"clients-{shard:04d}.safetensors")
         return {k.removeprefix(prefix): v for k, v in found.items() if k.startswith(prefix)}
 
     def leaves(self, client: str | None) -> Leaves:

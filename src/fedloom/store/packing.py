@@ -16,9 +16,14 @@ from torch import Tensor
 
 from fedloom.errors import UserError
 from fedloom.optim import OptState
+from fedloom.values import FORMAT, check_format
 from fedloom.work import ClientState
 
 OUTLINE = "outline"
+
+# Not "format": other libraries expect the name of the framework ("pt") under that key.
+MODEL_FORMAT = "fedloom_format"
+"""Key of the format number in the metadata of models."""
 
 
 def pack(value: Any) -> bytes:
@@ -30,9 +35,14 @@ def pack(value: Any) -> bytes:
 
 def unpack(data: bytes, device: torch.device) -> Any:
     """The inverse of :func:`pack`."""
+    return tree(json.loads(_header(data)["__metadata__"][OUTLINE]), load_tensors(data), device)
+
+
+def _header(data: bytes) -> dict[str, Any]:
+    """Return the header of a safetensors file."""
     size = int.from_bytes(data[:8], "little")
-    header = json.loads(data[8 : 8 + size])
-    return tree(json.loads(header["__metadata__"][OUTLINE]), load_tensors(data), device)
+    header: dict[str, Any] = json.loads(data[8 : 8 + size])
+    return header
 
 
 def outline(value: Any, tensors: dict[str, Tensor]) -> Any:
@@ -97,9 +107,19 @@ def read(path: Path) -> bytes:
         raise UserError(f"cannot read {path}: {error.strerror or error}") from None
 
 
-def read_tensors(path: Path) -> dict[str, Tensor]:
-    """The tensors of a safetensors file."""
+def pack_model(leaves: Mapping[str, Tensor], **metadata: str) -> bytes:
+    """Return a safetensors file of a model's leaves, with the format number in its metadata."""
+    metadata[MODEL_FORMAT] = str(FORMAT)
+    return bytes(save_tensors({k: plain(v) for k, v in leaves.items()}, metadata))
+
+
+def read_model(path: Path) -> dict[str, Tensor]:
+    """Load the leaves that :func:`pack_model` wrote to a file."""
+    data = read(path)
     try:
-        return load_tensors(read(path))
+        leaves = load_tensors(data)
     except SafetensorError as error:
         raise UserError(f"{path} is damaged: {error}") from None
+    number = _header(data).get("__metadata__", {}).get(MODEL_FORMAT)
+    check_format(path, number, "Run it again in another folder.")
+    return leaves

@@ -15,9 +15,9 @@ import torch
 from safetensors import SafetensorError
 
 from fedloom.engines.flower.codes import Code, Refusal
-from fedloom.errors import UserError
 from fedloom.store import disk
 from fedloom.store.packing import pack, read, state_tree, unpack
+from fedloom.values import FORMAT, check_format
 from fedloom.work import ClientState
 
 _LONGEST = 80
@@ -65,7 +65,7 @@ class SiteStore:
         path = self._path(experiment, run, round)
         with disk.writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-        disk.write(path, pack(state_tree(state)))
+        disk.write(path, pack({"format": FORMAT, **state_tree(state)}))
         kept = {path.name} | (set() if base is None else {self._path(experiment, run, base).name})
         for old in path.parent.glob("round-*.safetensors"):
             if old.name not in kept:
@@ -81,19 +81,19 @@ class SiteStore:
         path = self.place(experiment, run) / MODEL
         with disk.writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-        disk.write(path, pack({"experiment": experiment, **content}))
+        disk.write(path, pack({"format": FORMAT, "experiment": experiment, **content}))
 
     def read_model(self, path: Path) -> dict[str, Any]:
         """What :meth:`save_model` wrote to a file."""
-        made = self._read(path)
-        assert isinstance(made, dict)
-        return made
+        return self._read(path)
 
     def _path(self, experiment: str, run: str, round: int) -> Path:
         return self.place(experiment, run) / f"round-{round:06d}.safetensors"
 
-    def _read(self, path: Path) -> Any:
+    def _read(self, path: Path) -> dict[str, Any]:
         try:
-            return unpack(read(path), self.device)
-        except (UserError, KeyError, TypeError, ValueError, SafetensorError) as error:
-            raise Refusal(Code.STATE, f"{path} is missing or damaged: {error}") from None
+            table: dict[str, Any] = unpack(read(path), self.device)
+            check_format("it", table.pop("format", None), "Take part in an experiment again.")
+            return table
+        except (AttributeError, KeyError, TypeError, ValueError, SafetensorError) as error:
+            raise Refusal(Code.STATE, f"cannot load {path}: {error}") from None

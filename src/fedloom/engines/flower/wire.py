@@ -21,10 +21,10 @@ from numpy.lib import format as npy
 from torch import Tensor
 
 from fedloom.types import Leaves, Memory, Message
+from fedloom.values import FORMAT
 from fedloom.work import Post
 
 TENSORS, OUTLINE, BYTES = "tensors", "outline", "bytes"
-VERSION = 2
 SMALL = 1 << 20
 """Bytes up to which tensors travel beside the outline."""
 TYPES = {
@@ -224,7 +224,7 @@ def _form(form: Any) -> tuple[str, list[int]]:
 
 def records(outline: Mapping[str, Any], sack: Sack) -> RecordDict:
     """The records of a message."""
-    text = json.dumps({"version": VERSION, **outline, "tensors": sack.forms})
+    text = json.dumps({"format": FORMAT, **outline, "tensors": sack.forms})
     content = b"".join(sack.parts)
     if len(content) <= SMALL:
         return RecordDict({OUTLINE: ConfigRecord({"json": text, BYTES: content})})
@@ -242,8 +242,9 @@ def outline_of(content: RecordDict) -> dict[str, Any]:
         outline = _table(json.loads(text))
     except (ValueError, RecursionError) as error:
         raise Malformed("an outline that is no JSON") from error
-    if outline.get("version") != VERSION:
-        raise Malformed(f"messages of version {outline.get('version')!r}; this fedloom speaks version {VERSION}")
+    if (number := outline.get("format")) != FORMAT:
+        action = "install the same version of fedloom on the server and at every site"
+        raise Malformed(f"format {number!r:.40} instead of format {FORMAT}; {action}")
     return outline
 
 
