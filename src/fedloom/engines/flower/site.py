@@ -17,7 +17,6 @@ from flwr.app import Context, RecordDict
 from flwr.app import Message as FlowerMessage
 from flwr.clientapp import ClientApp
 
-import fedloom
 from fedloom import rng
 from fedloom.bound import Bound
 from fedloom.clients.runner import ClientRunner
@@ -28,6 +27,7 @@ from fedloom.engines.flower.wire import Answer, Job, Letter, Malformed, Package,
 from fedloom.store.packing import plain
 from fedloom.tasks import Task
 from fedloom.types import Leaves, Memory
+from fedloom.version import __version__
 from fedloom.work import ClientState, Participant, Post, Reply, Site, Work
 
 log = logging.getLogger("fedloom.site")
@@ -73,7 +73,7 @@ class Workshop:
     def facts(self) -> dict[str, Any]:
         """What a site says of itself: numbers of rows, its version, and which models it has."""
         return {
-            "version": fedloom.__version__,
+            "version": __version__,
             "rows": {
                 key: {part: 0 if rows is None else len(rows) for part, rows in _parts(bench.site).items()}
                 for key, bench in self.benches.items()
