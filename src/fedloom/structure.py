@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import fnmatch
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
 from fedloom.errors import UserError
-from fedloom.slots import Pattern
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +37,10 @@ class LeafInfo:
     shape: torch.Size
     owner: str = ""
     key: int | None = None
+
+
+Pattern = str | tuple[str, ...] | Callable[[LeafInfo], bool]
+"""Which leaves: ``"all"``, ``"head"``, ``"body"``, ``"norm"``, a glob on dotted names, several, or a test."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +100,10 @@ class Structure:
             if call.name == module:
                 return call.shape
         raise UserError(f"the model has no module {module!r} that its forward pass calls")
+
+
+TapChooser = tuple[str, ...] | Callable[[Structure], tuple[str, ...]]
+"""Names of the modules to tap, or a function that chooses them."""
 
 
 def matches(pattern: Pattern, leaf: LeafInfo) -> bool:
