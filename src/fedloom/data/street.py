@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from fedloom.data.client_data import Scale
 from fedloom.data.dataset import Dataset
-from fedloom.data.federation import Scale
 from fedloom.data.files import data_folders, find, load_npz
 from fedloom.data.masks import IMAGENET, Class, Table, check_size, numbered, pictures_in, read_pictures
 from fedloom.data.rows import Rows, concatenate

@@ -24,8 +24,7 @@ import torch
 
 from fedloom import data as sets
 from fedloom.data import ClientData, Federation, Preprocess, Rows
-from fedloom.data.dataset import cut_client
-from fedloom.data.federation import check_ids
+from fedloom.data.client_data import check_ids, cut_client
 from fedloom.data.preprocessing import Preprocessing
 from fedloom.data.tables import MISSING, Table, labels, read_csv
 from fedloom.data.tables import Inputs as Columns
