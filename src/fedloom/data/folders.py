@@ -16,7 +16,7 @@ from fedloom.data.files import DAMAGED
 from fedloom.data.object_arrays import read_objects
 from fedloom.data.preprocessing import Preprocess
 from fedloom.data.rows import Rows, make_rows
-from fedloom.data.tables import Inputs, Table, as_table, labels, read_csv, read_inputs
+from fedloom.data.tables import TableInputs, TextTable, as_table, labels, read_csv, read_inputs
 from fedloom.errors import UserError
 
 LABELS = ("label", "labels", "y", "target", "class")
@@ -100,7 +100,7 @@ def _pair(arrays: Mapping[str, Any], ending: str, path: Path) -> tuple[Any, Any]
     return arrays[f"x{ending}"], arrays[f"y{ending}"]
 
 
-def _label_column(table: Table, label: str | None) -> str:
+def _label_column(table: TextTable, label: str | None) -> str:
     if label is not None:
         table.column(label)
         return label
@@ -153,7 +153,7 @@ def read_folder(
 
 def _csv_parts(
     files: Mapping[str, Mapping[str, Path]], label: str | None, numeric: bool, spec: Preprocess
-) -> tuple[Pairs, Inputs, tuple[str, ...] | None]:
+) -> tuple[Pairs, TableInputs, tuple[str, ...] | None]:
     """Each client's (x, y) by part, how x was read, and class names where labels are text."""
     tables = {(key, part): read_csv(path) for key, paths in files.items() for part, path in paths.items()}
     everything = list(tables.values())
