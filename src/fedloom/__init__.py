@@ -79,8 +79,7 @@ from fedloom.result import Result
 from fedloom.simulation import fit
 from fedloom.store import load_run
 from fedloom.tasks import Task, segmentation
-
-__version__ = "0.1.0"
+from fedloom.version import __version__ as __version__
 
 __all__ = [
     "Comparison",

@@ -13,8 +13,8 @@ from fedloom.errors import Conflict, UserError
 from fedloom.network import Network
 from fedloom.optim import Optimizer
 from fedloom.record import Method
-from fedloom.slots import Pattern, Phase, Sweep, TapChooser, Term
-from fedloom.structure import LeafInfo, Structure, matches
+from fedloom.slots import Phase, Sweep, Term
+from fedloom.structure import LeafInfo, Pattern, Structure, TapChooser, matches
 from fedloom.tasks import Task
 from fedloom.types import Facts, Kind, LeafSpec, Leaves, Memory
 

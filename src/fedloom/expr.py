@@ -6,9 +6,8 @@ import ast
 from typing import Any
 
 from fedloom.errors import UnknownName, UserError
-from fedloom.priors import PRIORS
 from fedloom.record import Method, compose
-from fedloom.registry import METHODS, PLUGINS
+from fedloom.registry import METHODS, PLUGINS, VALUES
 
 
 def parse_call(text: str, *, what: str = "method") -> list[tuple[str, tuple[Any, ...], dict[str, Any]]]:
@@ -54,10 +53,10 @@ def _value(node: ast.expr, text: str, what: str) -> Any:
         return float("inf")
     if ast.unparse(node) == "-inf":
         return float("-inf")
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in PRIORS:
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in VALUES:
         name, args, kwargs = _part(node, text, what)
         try:
-            return PRIORS[name](*args, **kwargs)
+            return VALUES[name](*args, **kwargs)
         except TypeError as error:
             raise UserError(f"{what} {text!r}: {error}") from None
     try:

@@ -208,7 +208,10 @@ def read(cls: type[T], values: object, where: str) -> T:
         where: what to call it in messages, such as ``evaluate``; empty for the top level.
 
     Example:
-        >>> read(Evaluate, {"every": 5}, "evaluate").every
+        >>> @dataclass
+        ... class Interval:
+        ...     every: int = 1
+        >>> read(Interval, {"every": 5}, "evaluate").every
         5
     """
     prefix = f"{where}." if where else ""

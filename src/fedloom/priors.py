@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fedloom import ops
 from fedloom.errors import UserError
+from fedloom.registry import VALUES
 from fedloom.structure import LeafInfo, matches
 
 
@@ -354,3 +355,5 @@ PRIORS: dict[str, Callable[..., Prior]] = {
     "laplace": laplace,
     "student_t": student_t,
 }
+
+VALUES.update(PRIORS)  # for map_prior(prior=gaussian(precision=2)) in the text form

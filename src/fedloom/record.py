@@ -19,7 +19,6 @@ from fedloom.slots import (
     EvalRule,
     Extra,
     Partition,
-    Pattern,
     Phase,
     Prepare,
     Program,
@@ -33,6 +32,7 @@ from fedloom.slots import (
     Sweep,
     Term,
 )
+from fedloom.structure import Pattern
 from fedloom.types import Leaves, Memory, ReceiveRule, Seen
 
 

@@ -49,6 +49,10 @@ class Entry:
 
 METHODS: dict[str, Entry] = {}
 PLUGINS: dict[str, Entry] = {}
+VALUES: dict[str, Callable[..., Any]] = {}
+"""Functions that the text form may call in an argument, such as ``gaussian(precision=2)``.
+
+The modules that define them add them."""
 
 _OPERATORS: dict[str, Callable[[Any, float], bool]] = {
     ">=": lambda v, b: v >= b,

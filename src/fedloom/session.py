@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -21,7 +22,6 @@ from fedloom.run import Record, Run
 from fedloom.server import ServerState
 from fedloom.store.checkpoint import Snapshot
 from fedloom.store.clients import ClientStore
-from fedloom.store.folder import RunFolder
 from fedloom.store.packing import state_tree
 from fedloom.tasks.base import Metrics
 from fedloom.work import ClientState, Site
@@ -33,6 +33,19 @@ _LONG = 60.0
 
 LIMIT = 1000
 """Clients that a round evaluates at most, unless told."""
+
+
+class Folder(Protocol):
+    """The folder of a run as a session needs it.
+
+    :class:`fedloom.store.folder.RunFolder` is one.
+    """
+
+    def append(self, record: Record, clients: Mapping[str, float | None] | None = None) -> None:
+        """Add a round, and the metric of each client."""
+
+    def checkpoint(self, snapshot: Snapshot, *, last: bool) -> None:
+        """Write a checkpoint; it may skip one that is not the last."""
 
 
 @dataclass(slots=True)
@@ -59,7 +72,7 @@ class Session:
     options: Evaluate
     hybrid: Hybrid | None = None
     probe: Probe | None = None
-    folder: RunFolder | None = None
+    folder: Folder | None = None
     new: Mapping[str, Site] = field(default_factory=dict)
     callbacks: Sequence[Callback] = ()
     loggers: Sequence[Logger] = ()

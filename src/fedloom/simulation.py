@@ -195,13 +195,14 @@ def fit(
     if ranks is not None:
         full["resolved"]["ranks"] = ranks.count
         ranks.check_same(json.dumps([full, fingerprint(net)], sort_keys=True, default=str))
+    folder = None if out is None or not first else RunFolder(out, resume=resume)
     session = Session(
         state=state,
         mode=mode,
         options=judging,
         hybrid=(hybrids := _hybrid(state, there, mixing, where)),
         probe=None if asked is None else Probe(asked, None if hybrids is None else hybrids.cloud),
-        folder=None if out is None or not first else RunFolder(out, resume=resume),
+        folder=folder,
         new={n: building.make_site(federation[n], goal, net.structure.outputs, where) for n in names},
         callbacks=callbacks if first else (),
         loggers=told if first else (),
@@ -210,16 +211,16 @@ def fit(
         notes=list(notes),
     )
     if isinstance(state.engine, VectorisedEngine):
-        state.engine.told = lambda changes: _amended(full, session.folder, changes)
+        state.engine.told = lambda changes: _amended(full, folder, changes)
     state.new, state.adapt_epochs = session.new, judging.adapt_epochs
     if ranks is not None:
         state.engine = DistributedEngine(state.engine, ranks)
-    state.clients = ClientStore(device=where) if session.folder is None else session.folder.clients(where)
+    state.clients = ClientStore(device=where) if folder is None else folder.clients(where)
     try:
-        done = session.folder is not None and session.folder.finished
+        done = folder is not None and folder.finished
         if done if ranks is None else ranks.agree(done):
-            if session.folder is not None:
-                session.folder.check_same(full)
+            if folder is not None:
+                folder.check_same(full)
             return load_run(Path(str(out)), model=made)
         with (
             building.exact(where, settings.deterministic),
@@ -227,13 +228,13 @@ def fit(
             torch.inference_mode(False),
             torch.enable_grad(),
         ):
-            result = _finish(session, federation, full, rounds, where)
+            result = _finish(session, folder, federation, full, rounds, where)
         if ranks is not None:
             ranks.ended(True)
         return result
     finally:
-        if session.folder is not None:
-            session.folder.close()
+        if folder is not None:
+            folder.close()
 
 
 def _amended(full: Table, folder: RunFolder | None, changes: Table) -> None:
@@ -251,10 +252,11 @@ def _saved_plan(out: str | Path | None, resume: bool) -> Table | None:
     return plan
 
 
-def _finish(session: Session, data: Federation, full: Table, rounds: int, where: torch.device) -> Result:
+def _finish(
+    session: Session, folder: RunFolder | None, data: Federation, full: Table, rounds: int, where: torch.device
+) -> Result:
     """Plays the run to its end and writes what it leaves behind."""
-    _open(session, data, full, where)
-    folder = session.folder
+    _open(session, folder, data, full, where)
     with logging.opened(session.loggers, full, None if folder is None else folder.path, len(session.history)):
         session.go(rounds)
     clients = _clients(session)
@@ -341,9 +343,9 @@ def _hybrid(state: Run, data: Federation, mixing: Mixing | None, where: torch.de
     return Hybrid(building.make_site(cloud, state.bound.task, state.bound.structure.outputs, where), mixing)
 
 
-def _open(session: Session, data: Federation, full: Table, where: torch.device) -> None:
+def _open(session: Session, folder: RunFolder | None, data: Federation, full: Table, where: torch.device) -> None:
     """Begins a run, or goes back to its last checkpoint."""
-    folder, found = session.folder, None
+    found = None
     if folder is not None and folder.begun:
         folder.check_same(full)
         folder.describe(lambda: diagnostics.sketch(data))

@@ -4,23 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 from torch import Tensor
 
 from fedloom.optim import Optimizer
 from fedloom.reducers import Reducer
+from fedloom.structure import Pattern, Structure, TapChooser
 from fedloom.types import Cohort, Facts, Kind, Leaves, Memory, Message, ReceiveRule, Seen
-
-if TYPE_CHECKING:
-    from fedloom.structure import LeafInfo, Structure
-
-Pattern = str | tuple[str, ...] | Callable[["LeafInfo"], bool]
-"""Which leaves: ``"all"``, ``"head"``, ``"body"``, ``"norm"``, a glob on dotted names, several, or a test."""
-
-TapChooser = tuple[str, ...] | Callable[["Structure"], tuple[str, ...]]
-
 
 # Slot 1: objective ----------------------------------------------------------------------------------------
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import fnmatch
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
-
-from fedloom.slots import Pattern
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +35,10 @@ class LeafInfo:
     shape: torch.Size
     owner: str = ""
     key: int | None = None
+
+
+Pattern = str | tuple[str, ...] | Callable[[LeafInfo], bool]
+"""Which leaves: ``"all"``, ``"head"``, ``"body"``, ``"norm"``, a glob on dotted names, several, or a test."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +91,10 @@ class Structure:
     def trainable(self) -> tuple[str, ...]:
         """Names of the user's trainable leaves."""
         return tuple(i.name for i in self.leaves if i.trainable and not i.owner)
+
+
+TapChooser = tuple[str, ...] | Callable[[Structure], tuple[str, ...]]
+"""Names of the modules to tap, or a function that chooses them."""
 
 
 def matches(pattern: Pattern, leaf: LeafInfo) -> bool:

@@ -3,19 +3,79 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fedloom import frames, ops, rng
-from fedloom.tasks.base import class_logits
-from fedloom.types import Batch, Inputs, Leaves, Seen, Summary, Summed
+from fedloom.record import Method
+from fedloom.structure import Structure
+from fedloom.tasks.base import Task, class_logits
+from fedloom.types import Batch, Inputs, LeafSpec, Leaves, Seen, Summary, Summed
 
-if TYPE_CHECKING:
-    from fedloom.bound import Bound
-    from fedloom.structure import Structure
+
+class Model(Protocol):
+    """The user's module as a view needs it: a function of leaves.
+
+    :class:`fedloom.network.Network` is one.
+    """
+
+    @property
+    def noisy(self) -> bool:
+        """Whether it draws noise in training."""
+
+    @property
+    def autocast(self) -> torch.dtype | None:
+        """The short type in which it computes, if any."""
+
+    def __call__(
+        self,
+        leaves: Leaves,
+        x: Inputs,
+        frame: frames.Frame,
+        *,
+        train: bool,
+        still: frozenset[str] = frozenset(),
+    ) -> Tensor:
+        """Return the output for ``x`` at ``leaves``."""
+
+    def head(self, leaves: Leaves, z: Tensor) -> Tensor:
+        """Apply the head alone to features."""
+
+    def prepared(self, x: Inputs) -> Inputs:
+        """Return inputs as the module sees them."""
+
+
+class BoundModel(Protocol):
+    """A method, a model and a task as a view needs them.
+
+    :class:`fedloom.bound.Bound` is one.
+    """
+
+    @property
+    def method(self) -> Method:
+        """The method."""
+
+    @property
+    def network(self) -> Model:
+        """The user's module."""
+
+    @property
+    def task(self) -> Task:
+        """The task."""
+
+    @property
+    def specs(self) -> Mapping[str, LeafSpec]:
+        """Every leaf by its full name."""
+
+    @property
+    def structure(self) -> Structure:
+        """The model's leaves and layers."""
+
+    def of_copy(self, leaves: Leaves, copy: str) -> Leaves:
+        """Return the leaves of a copy by their names within it."""
 
 
 class View:
@@ -47,7 +107,7 @@ class View:
 
     def __init__(
         self,
-        bound: Bound,
+        bound: BoundModel,
         full: Leaves,
         batch: Batch,
         seen: Seen,

@@ -12,8 +12,9 @@ import pytest
 import tomli_w
 
 import fedloom as fl
+from fedloom.comparison.cell import Cell
 from fedloom.comparison.grid import combinations, folder_of
-from fedloom.comparison.record import RUNS, Cell
+from fedloom.comparison.record import RUNS
 from tests.comparison import sources
 
 Clients = dict[str, float | None]

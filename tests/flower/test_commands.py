@@ -26,7 +26,7 @@ from fedloom import server
 from fedloom.cli import main
 from fedloom.cli.deploy import app
 from fedloom.deploy import results
-from fedloom.deploy.plan import Plan, digest
+from fedloom.deploy.plan import Experiment, digest
 from fedloom.deploy.project import read_consortium
 from fedloom.engines.flower.programs import manifest
 from fedloom.errors import UserError
@@ -66,7 +66,7 @@ def test_init_makes_certificates_and_keys_that_fit(tmp_path: Path) -> None:
         secrets.append(place / "site.key")
     for path in secrets:
         assert stat.S_IMODE(path.stat().st_mode) == 0o600, path
-    plan, _ = Plan.load(folder / "experiment.toml")
+    plan, _ = Experiment.load(folder / "experiment.toml")
     assert plan.sites == ("north", "süd 1")
     assert call("deploy", "init", folder, "--sites", "a") == 2
     assert '["flwr"]' in (folder / "server" / "app" / "pyproject.toml").read_text()

@@ -14,7 +14,7 @@ import torch
 pytest.importorskip("flwr")
 
 import fedloom as fl
-from fedloom.deploy.plan import Plan
+from fedloom.deploy.plan import Experiment
 from fedloom.deploy.rows import SiteConfig, load_rows, new_rows
 from tests.flower.sites import experiment
 
@@ -24,7 +24,7 @@ LINES = [
 ]
 
 
-def plan(**more: Any) -> Plan:
+def plan(**more: Any) -> Experiment:
     inputs = {"shape": [4], "classes": ["no", "yes"], "columns": ["age", "sex", "chol"], "words": {"sex": ["F", "M"]}}
     table = experiment(
         ["fedavg"],
@@ -32,7 +32,7 @@ def plan(**more: Any) -> Plan:
         inputs=inputs,
         data={"label": "outcome", "preprocess": {"impute": "median", "scale": "standard"}},
     )
-    return Plan.of(table | more)
+    return Experiment.of(table | more)
 
 
 def site(
@@ -116,7 +116,7 @@ def test_pictures_by_class(tmp_path: Path) -> None:
             image.fromarray(np.full((9, 7, 3), value, np.uint8)).save(tmp_path / "pictures" / name / f"{k}.png")
     (tmp_path / "site.toml").write_text(tomli_w.dumps({"site": "north", "data": {"path": "pictures"}}))
     inputs = {"shape": [3, 8, 8], "type": "uint8", "classes": ["dog", "cat"]}
-    chosen = Plan.of(experiment(["fedavg"], inputs=inputs))
+    chosen = Experiment.of(experiment(["fedavg"], inputs=inputs))
     client = load_rows(chosen, SiteConfig.load(tmp_path / "site.toml"), 0)
     chosen.check_rows(client)
     for rows in client.parts().values():
@@ -130,7 +130,7 @@ def test_pictures_by_class(tmp_path: Path) -> None:
 @pytest.mark.data
 def test_hospitals_of_the_heart_disease_data(tmp_path: Path, data_dir: Path) -> None:
     inputs = {"shape": [13], "classes": ["healthy", "diseased"]}
-    chosen = Plan.of(
+    chosen = Experiment.of(
         experiment(["fedavg"], sites=1, task="binary", inputs=inputs, data={"name": "heart_disease"})
         | {"sites": ["va"]}
     )
@@ -164,7 +164,7 @@ def test_new_arrays_are_preprocessed_too(tmp_path: Path) -> None:
     np.savez(tmp_path / "rows.npz", x=x, y=np.arange(20) % 3)
     (tmp_path / "site.toml").write_text(tomli_w.dumps({"site": "north", "data": {"path": "rows.npz"}}))
     config = SiteConfig.load(tmp_path / "site.toml")
-    scaled = Plan.of(experiment(["fedavg"], data={"preprocess": {"impute": "median", "scale": "standard"}}))
+    scaled = Experiment.of(experiment(["fedavg"], data={"preprocess": {"impute": "median", "scale": "standard"}}))
     client = load_rows(scaled, config, 0)
     x[0, 0] = float("nan")
     np.savez(tmp_path / "new.npz", x=x.astype("float64"))
@@ -175,7 +175,7 @@ def test_new_arrays_are_preprocessed_too(tmp_path: Path) -> None:
     assert made.dtype == torch.float32
     assert sum(tuple(row) in rows for row in made.tolist()) == 19
     with pytest.raises(fl.UserError, match="missing or infinite"):
-        new_rows(Plan.of(experiment(["fedavg"])), config, 0, tmp_path / "new.npz")
+        new_rows(Experiment.of(experiment(["fedavg"])), config, 0, tmp_path / "new.npz")
     np.savez(tmp_path / "new.npz", x=x[:, :5])
     with pytest.raises(fl.UserError, match="x has shape"):
         new_rows(scaled, config, 0, tmp_path / "new.npz")

@@ -18,7 +18,7 @@ from flwr.clientapp import ClientApp
 
 import fedloom as fl
 from fedloom.deploy import results
-from fedloom.deploy.plan import Plan
+from fedloom.deploy.plan import Experiment
 from fedloom.deploy.serve import Course, serve
 from fedloom.engines.flower import wire
 from fedloom.engines.flower.site import client_app
@@ -32,7 +32,7 @@ def deploy(
 ) -> dict[str, Course]:
     text = tomli_w.dumps(table)
     grid = options.pop("grid", None) or grid_of(write_sites(tmp_path / "sites", data), watch)
-    return serve(grid, Plan.parse(text), text, tmp_path / "out", poll=0.0, **options)
+    return serve(grid, Experiment.parse(text), text, tmp_path / "out", poll=0.0, **options)
 
 
 def simulated(method: str, data: fl.Federation, table: dict[str, Any], **more: Any) -> fl.Result:
@@ -147,7 +147,7 @@ def changed_message(change: Any) -> Any:
     def apply(message: Message, reply: Message, letter: wire.Letter) -> Message:
         package = wire.unpack_package(reply.content)
         answers = tuple(
-            wire.Answer(a.code, change(a.message), a.steps, a.loss, a.judged) if a.message else a
+            wire.SiteReply(a.code, change(a.message), a.steps, a.loss, a.judged) if a.message else a
             for a in package.answers
         )
         return Message(wire.pack_package(wire.Package(package.site, {}, answers)), reply_to=message)
@@ -225,7 +225,7 @@ def test_errors_at_a_site_leave_it_as_a_code_only(tmp_path: Path) -> None:
     grid = LocalGrid({5: client_app(open_workshop, "north")}, watch=lambda m, r: seen.append(r))
     text = tomli_w.dumps(experiment(["fedavg"], sites=1))
     with pytest.raises(fl.RunError, match="north"):
-        serve(grid, Plan.parse(text), text, None, poll=0.0)
+        serve(grid, Experiment.parse(text), text, None, poll=0.0)
     outline = json.dumps(wire.outline_of(seen[0].content))
     assert "4711" not in outline
     assert json.loads(outline)["code"] == 16

@@ -60,7 +60,7 @@ def same(a: Any, b: Any) -> bool:
     LEAVES, MEMORY, MEMORY, LEAVES, st.sampled_from([None, 3, "red", (1, ("a", 2.5))]), st.sampled_from([None, 0, 7])
 )
 def test_letters_survive(leaves: Any, broadcast: Any, addressed: Any, gate: Any, key: Any, base: Any) -> None:
-    job = wire.Job("fedavg", 0, "round", Post(leaves, broadcast, gate, 3, 2, 5), addressed, key, 1 / 3, base)
+    job = wire.SiteJob("fedavg", 0, "round", Post(leaves, broadcast, gate, 3, 2, 5), addressed, key, 1 / 3, base)
     back = wire.unpack_letter(carried(wire.pack_letter(wire.Letter("trial", "plan", (job, job)))))
     assert (back.experiment, back.plan, len(back.jobs)) == ("trial", "plan", 2)
     for made in back.jobs:
@@ -73,8 +73,8 @@ def test_letters_survive(leaves: Any, broadcast: Any, addressed: Any, gate: Any,
 
 @given(MEMORY, LEAVES)
 def test_packages_survive(message: Any, sums: Any) -> None:
-    answer = wire.Answer(0, message, {"main": 4}, float("nan"), {"test": (sums, {})})
-    package = wire.Package("site é/1", {"rows": 3}, (answer, wire.Answer(code=16)))
+    answer = wire.SiteReply(0, message, {"main": 4}, float("nan"), {"test": (sums, {})})
+    package = wire.Package("site é/1", {"rows": 3}, (answer, wire.SiteReply(code=16)))
     back = wire.unpack_package(carried(wire.pack_package(package)))
     assert back.site == package.site
     assert back.facts == {"rows": 3}
@@ -86,7 +86,7 @@ def test_packages_survive(message: Any, sums: Any) -> None:
 
 def test_a_tensor_that_two_jobs_share_travels_once() -> None:
     weight = torch.zeros(100)
-    jobs = tuple(wire.Job("a", 0, p, Post({"w": weight}, {}, {}, 1, 1, 1)) for p in ("own", "round"))
+    jobs = tuple(wire.SiteJob("a", 0, p, Post({"w": weight}, {}, {}, 1, 1, 1)) for p in ("own", "round"))
     content = wire.pack_letter(wire.Letter("e", "", jobs))
     assert len(wire.bytes_of(content)) == 400
     assert len(wire.outline_of(content)["tensors"]) == 1
@@ -94,7 +94,7 @@ def test_a_tensor_that_two_jobs_share_travels_once() -> None:
 
 def test_channels_last_and_transposed_tensors_arrive_in_order() -> None:
     value = torch.arange(24.0).reshape(2, 3, 4).transpose(0, 2)
-    job = wire.Job("a", 0, "own", Post({"w": value}, {}, {}, 1, 1, 1))
+    job = wire.SiteJob("a", 0, "own", Post({"w": value}, {}, {}, 1, 1, 1))
     back = wire.unpack_letter(carried(wire.pack_letter(wire.Letter("e", "", (job,)))))
     assert torch.equal(back.jobs[0].post.leaves["w"], value)
 
@@ -152,7 +152,7 @@ def test_forms_that_do_not_fit_the_bytes_are_refused(forms: Any) -> None:
 def test_few_bytes_travel_beside_the_outline_and_many_as_an_array() -> None:
     """Flower fetches each part of a message by a request of its own."""
     for count, parts in ((wire.SMALL // 4, [wire.OUTLINE]), (wire.SMALL // 4 + 1, [wire.TENSORS, wire.OUTLINE])):
-        job = wire.Job("a", 0, "own", Post({"w": torch.arange(float(count))}, {}, {}, 1, 1, 1))
+        job = wire.SiteJob("a", 0, "own", Post({"w": torch.arange(float(count))}, {}, {}, 1, 1, 1))
         content = carried(wire.pack_letter(wire.Letter("e", "", (job,))))
         assert sorted(content) == sorted(parts)
         assert torch.equal(wire.unpack_letter(content).jobs[0].post.leaves["w"], job.post.leaves["w"])

@@ -156,7 +156,7 @@ def test_it_goes_on_without_the_sites_store(
 def test_large_letters_go_both_ways(tmp_path: Path) -> None:
     """More bytes than fit beside the outline, and than a socket takes at once, through a worker that sends them back."""
     address = tmp_path / "w"
-    job = wire.Job("a", 0, "own", Post({"w": torch.arange(3e6)}, {}, {}, 1, 1, 1))
+    job = wire.SiteJob("a", 0, "own", Post({"w": torch.arange(3e6)}, {}, {}, 1, 1, 1))
     letter = wire.pack_letter(wire.Letter("e", "", (job,)))
     with pytest.MonkeyPatch.context() as patch, listen(address) as door:
         patch.setattr("fedloom.deploy.worker.answer", lambda content, node: content)

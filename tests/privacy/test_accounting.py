@@ -159,7 +159,7 @@ def test_noise_from_the_system_is_normal_and_never_the_same() -> None:
 def test_a_deployment_accounts_and_its_noise_is_not_the_seeds(tmp_path: Path) -> None:
     """Who knows the experiment and its seed can rerun it; the noise of a site is not in that."""
     tomli_w = pytest.importorskip("tomli_w")
-    from fedloom.deploy.plan import Plan
+    from fedloom.deploy.plan import Experiment
     from fedloom.deploy.serve import serve
     from tests.flower.sites import experiment, grid_of, people, write_sites
 
@@ -171,7 +171,7 @@ def test_a_deployment_accounts_and_its_noise_is_not_the_seeds(tmp_path: Path) ->
     found = []
     for name in ("one", "two"):
         grid = grid_of(write_sites(tmp_path / name, people()))
-        found.append(serve(grid, Plan.parse(text), text, tmp_path / f"{name}-out", poll=0.0))
+        found.append(serve(grid, Experiment.parse(text), text, tmp_path / f"{name}-out", poll=0.0))
     for method, multiplier in ((local, 1.0), (central, 2.0)):
         spent = [r["account"] for r in found[0][method].history]
         assert [s["epsilon"] for s in spent] == [accounting.epsilon(multiplier, t, 1e-5) for t in (1, 2)]

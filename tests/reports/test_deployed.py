@@ -10,7 +10,7 @@ import tomli_w
 pytest.importorskip("flwr", reason="Flower is not installed")
 
 import fedloom as fl
-from fedloom.deploy.plan import Plan
+from fedloom.deploy.plan import Experiment
 from fedloom.deploy.serve import serve
 from tests.flower.sites import experiment, grid_of, people, write_sites
 from tests.reports.page import Page, check
@@ -19,7 +19,7 @@ from tests.reports.page import Page, check
 def test_an_experiment_of_real_sites(tmp_path: Path) -> None:
     text = tomli_w.dumps(experiment(["local", "fedavg + lag(k=1)"], seeds=[0, 1]))
     grid = grid_of(write_sites(tmp_path / "sites", people()), None)
-    courses = serve(grid, Plan.parse(text), text, tmp_path / "out", poll=0.0)
+    courses = serve(grid, Experiment.parse(text), text, tmp_path / "out", poll=0.0)
     page = check(Page(fl.report(tmp_path / "out")))
     assert {"headline", "learning", "clients", "conflict", "client-curves", "client-table"} <= set(page.sections)
     assert "partition" not in page.sections

@@ -12,7 +12,7 @@ from PIL import Image
 
 import fedloom as fl
 from fedloom.data import from_masks, load
-from fedloom.data.masks import Class, Table, read_table
+from fedloom.data.masks import Class, ClassTable, read_table
 from fedloom.data.street import CAMVID, CITYSCAPES
 
 DRAW = np.random.default_rng(0)
@@ -33,7 +33,7 @@ def numbers(path: Path, high: int, size: tuple[int, int] = (6, 8)) -> np.ndarray
 
 
 def test_table_by_number_and_by_colour() -> None:
-    table = Table(
+    table = ClassTable(
         (
             Class("sky", (5,), ((10, 20, 30), (10, 20, 31))),
             Class("void", (0, 9), ((0, 0, 0),), void=True),

@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-import fedloom
 from fedloom.cli import comparing, computing, deploy, helping, listing, reporting, running, showing, using
+from fedloom.version import __version__
 
 HELP = """Personalised federated learning on PyTorch.
 
@@ -26,7 +26,7 @@ app = typer.Typer(
 
 def _version(shown: bool) -> None:
     if shown:
-        typer.echo(f"fedloom {fedloom.__version__}")
+        typer.echo(f"fedloom {__version__}")
         raise typer.Exit
 
 

@@ -15,12 +15,13 @@ from typing import Annotated, Any
 import torch
 import typer
 
-import fedloom
 from fedloom import data, expr, registry
 from fedloom.checks import check_method
 from fedloom.data.files import data_folders
 from fedloom.errors import UserError
 from fedloom.simulation import fit
+from fedloom.store import load_run
+from fedloom.version import __version__
 
 AsJson = Annotated[bool, typer.Option("--json", help="As JSON.")]
 
@@ -44,15 +45,13 @@ def cite(method: Annotated[str, typer.Argument(help="A method or plug-in, or a c
     for name, _, _ in expr.parse_call(method):
         entry = registry.describe(name)
         typer.echo(f"{name}: {entry.paper or 'no paper; it is a part of fedloom itself'}")
-    typer.echo(
-        f"fedloom: The fedloom contributors. fedloom {fedloom.__version__}: personalised federated learning on PyTorch."
-    )
+    typer.echo(f"fedloom: The fedloom contributors. fedloom {__version__}: personalised federated learning on PyTorch.")
 
 
 def doctor(as_json: AsJson = False) -> int:
     """Look at this installation and train for a second; exit status 1 where something does not work."""
     facts: dict[str, Any] = {
-        "fedloom": fedloom.__version__,
+        "fedloom": __version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
         "system": platform.platform(),
@@ -100,7 +99,7 @@ def _trial(facts: dict[str, Any]) -> list[str]:
         with tempfile.TemporaryDirectory() as folder:
             federation = data.load("digits").partition(data.dirichlet(0.3), clients=4, seed=0)
             fit("fedper", "mlp", federation, rounds=2, out=Path(folder) / "run", progress=False)
-            fedloom.load_run(Path(folder) / "run").model("0")
+            load_run(Path(folder) / "run").model("0")
     except (UserError, RuntimeError, OSError) as error:
         facts["trial run"] = "failed"
         return [f"a trial run failed: {error}"]

@@ -1,6 +1,6 @@
 """How clients are laid out, tensors and rows: one client's as they are, or a wave's along axis 0.
 
-Client code is written for one client. An :class:`Arrangement` is all that tells one client from many. A :class:`Schedule`
+Client code is written for one client. An :class:`Arrangement` is all that tells one client from many. A :class:`BatchSchedule`
 is the only source of batches, of training steps and of sweeps alike.
 """
 
@@ -44,7 +44,7 @@ class Slot:
     hide: bool = False
 
 
-class Schedule(Protocol):
+class BatchSchedule(Protocol):
     """Steps in order, and the batch of each."""
 
     @property
@@ -110,10 +110,12 @@ class Arrangement(Protocol):
     def to_memory_format(self, network: Network, leaves: Leaves) -> Leaves:
         """The leaves in the memory format in which the network computes fastest."""
 
-    def schedule(self, parts: Sequence[Rows], steps: Sequence[Steps], dtype: torch.dtype, shapes: Shapes) -> Schedule:
+    def schedule(
+        self, parts: Sequence[Rows], steps: Sequence[Steps], dtype: torch.dtype, shapes: Shapes
+    ) -> BatchSchedule:
         """Steps on these rows, by each client's row indices."""
 
-    def sweep(self, parts: Sequence[Rows], size: int | str, dtype: torch.dtype, *, narrow: bool) -> Schedule:
+    def sweep(self, parts: Sequence[Rows], size: int | str, dtype: torch.dtype, *, narrow: bool) -> BatchSchedule:
         """One pass over all rows in order; with ``narrow`` clients whose rows are over may be left out."""
 
 
@@ -138,11 +140,13 @@ class OneClient:
         """Filters with their channels last, where the network computes faster with them."""
         return {k: suited(v) for k, v in leaves.items()} if network.channels_last else dict(leaves)
 
-    def schedule(self, parts: Sequence[Rows], steps: Sequence[Steps], dtype: torch.dtype, shapes: Shapes) -> Schedule:
+    def schedule(
+        self, parts: Sequence[Rows], steps: Sequence[Steps], dtype: torch.dtype, shapes: Shapes
+    ) -> BatchSchedule:
         """Rows picked by their index."""
         return ClientSchedule(parts[0], steps[0])
 
-    def sweep(self, parts: Sequence[Rows], size: int | str, dtype: torch.dtype, *, narrow: bool) -> Schedule:
+    def sweep(self, parts: Sequence[Rows], size: int | str, dtype: torch.dtype, *, narrow: bool) -> BatchSchedule:
         """Slices of the rows."""
         return ClientSchedule(parts[0], in_order(parts[0], size))
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from fedloom import batches, rng, transfer, tree
 from fedloom.batches import SWEEP_BATCH
 from fedloom.bound import Bound, BoundPhase
-from fedloom.clients.arrangement import ONE_CLIENT, Arrangement, Schedule, Shapes
+from fedloom.clients.arrangement import ONE_CLIENT, Arrangement, BatchSchedule, Shapes
 from fedloom.clients.inputs import client_inputs
 from fedloom.clients.step import PhaseStart, StartSteps, Step, start_eager
 from fedloom.clients.stop import StopRule
@@ -52,7 +52,7 @@ class ClientRunner:
         arrangement: Arrangement = ONE_CLIENT,
         start_steps: StartSteps = start_eager,
         accumulate: Accumulate = add_up,
-        schedules: Mapping[str, Schedule] | None = None,
+        schedules: Mapping[str, BatchSchedule] | None = None,
     ) -> None:
         self.bound, self.work, self.post, self.participants = bound, work, post, participants
         self.arrangement, self.start_steps, self.accumulate = arrangement, start_steps, accumulate
@@ -168,7 +168,7 @@ class ClientRunner:
         leaves = self.arrangement.to_memory_format(self.bound.network, self.leaves)
         return PhaseStart(leaves, carry, torch.zeros_like(own["n"]), moments or None, count)
 
-    def schedule(self, phase: BoundPhase, shapes: Shapes) -> Schedule:
+    def schedule(self, phase: BoundPhase, shapes: Shapes) -> BatchSchedule:
         """The batches of a phase."""
         name = phase.phase.name
         if shapes == "narrow" and name in self.schedules:

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from fedloom import rng, tree
 from fedloom.bound import Bound, BoundPhase
-from fedloom.clients.arrangement import Arrangement, Schedule, Shapes, Slot
+from fedloom.clients.arrangement import Arrangement, BatchSchedule, Shapes, Slot
 from fedloom.clients.inputs import ClientInputs
 from fedloom.data.augment import Augmentation, key_of
 from fedloom.errors import UserError
@@ -284,7 +284,7 @@ class StepRunner(Protocol):
     """Executes the steps of one phase."""
 
     @property
-    def schedule(self) -> Schedule:
+    def schedule(self) -> BatchSchedule:
         """Where its batches come from."""
 
     def run(self, slot: Slot) -> Tensor | None:
@@ -302,7 +302,7 @@ class EagerRunner:
         step: Step,
         start: PhaseStart,
         inputs: ClientInputs,
-        schedule: Schedule,
+        schedule: BatchSchedule,
         gradients: Gradients | None = None,
     ) -> None:
         self.step, self.inputs, self.schedule, self.gradients = step, inputs, schedule, gradients
@@ -319,7 +319,7 @@ class EagerRunner:
         return self.whole
 
 
-ScheduleOf = Callable[[Shapes], Schedule]
+ScheduleOf = Callable[[Shapes], BatchSchedule]
 StartSteps = Callable[[Step, PhaseStart, ClientInputs, ScheduleOf], StepRunner]
 """Chooses a runner for a phase, and says what shapes its steps may have."""
 

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from fedloom import tree
 from fedloom.batches import sweep_rows
 from fedloom.bound import Bound
-from fedloom.clients.arrangement import Arrangement, Schedule
+from fedloom.clients.arrangement import Arrangement, BatchSchedule
 from fedloom.clients.inputs import ClientInputs
 from fedloom.data import Rows
 from fedloom.slots import Judge, Sweep
@@ -42,11 +42,11 @@ class Statistic:
         return parts
 
 
-Accumulate = Callable[[Statistic, Leaves, ClientInputs, Schedule], Leaves]
+Accumulate = Callable[[Statistic, Leaves, ClientInputs, BatchSchedule], Leaves]
 """Adds a statistic up over the batches of a schedule."""
 
 
-def add_up(statistic: Statistic, leaves: Leaves, inputs: ClientInputs, schedule: Schedule) -> Leaves:
+def add_up(statistic: Statistic, leaves: Leaves, inputs: ClientInputs, schedule: BatchSchedule) -> Leaves:
     """The sums over all batches. Later batches of a wave may hold its first clients only."""
     sums: Leaves | None = None
     common = common_leaves(statistic, leaves)

@@ -11,7 +11,8 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from fedloom.comparison.record import Cell, Comparison
+from fedloom.comparison.cell import Cell
+from fedloom.comparison.record import Comparison
 
 _REST = 0.2
 """Seconds between two looks at the table: it asks the disk where every cell stands."""

@@ -13,7 +13,8 @@ from typing import Any
 from fedloom import expr
 from fedloom.comparison import arguments, grid, playing, resources
 from fedloom.comparison.board import Board
-from fedloom.comparison.record import FILE, RUNS, Cell, Comparison, read_facts
+from fedloom.comparison.cell import Cell
+from fedloom.comparison.record import FILE, RUNS, Comparison, read_facts
 from fedloom.engines.shipping import fingerprint
 from fedloom.errors import UnknownName, UserError
 from fedloom.options import Settings, default

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fedloom.comparison.record import Cell
+from fedloom.comparison.cell import Cell
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

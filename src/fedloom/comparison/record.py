@@ -1,98 +1,29 @@
-"""What a comparison is once it is made: its cells, from its folder."""
+"""A comparison and its folder."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from rich.console import Console
-from torch import nn
 
-from fedloom import tasks
-from fedloom.comparison.arguments import model_for
-from fedloom.comparison.grid import plain, setting
+from fedloom.comparison.cell import Cell, Cells, Given
+from fedloom.comparison.grid import plain
 from fedloom.comparison.sheets import Sheet
+from fedloom.comparison.tables import make_tables, write_tables
 from fedloom.errors import UserError
-from fedloom.result import Result
-from fedloom.store import disk, load_run
-from fedloom.store.folder import CLIENTS, RUN, read_clients, read_config, read_metrics
+from fedloom.store import disk
 from fedloom.store.packing import read
 from fedloom.values import FORMAT, check_format
 
 FILE, RUNS = "comparison.json", "runs"
 
-State = Literal["waiting", "unfinished", "done", "failed"]
-Given = nn.Module | Callable[[], nn.Module] | None
-
 
 @dataclass(eq=False)
-class Cell:
-    """One run of a comparison.
-
-    Args:
-        method: the label of its method.
-        seed: its seed.
-        options: its swept values by dotted key, such as ``{"data.alpha": 0.1}``; empty where nothing is swept.
-        path: its run folder (there once it has begun).
-        failure: why it failed; empty unless it did.
-        model: a module or what makes one, where the model was given in Python.
-    """
-
-    method: str
-    seed: int
-    options: dict[str, Any]
-    path: Path
-    failure: str = ""
-    model: Given = field(default=None, repr=False)
-
-    @property
-    def setting(self) -> str:
-        """The swept values in one line, such as ``data.alpha=0.1``; empty where nothing is swept."""
-        return setting(self.options)
-
-    @property
-    def state(self) -> State:
-        """Where it stands: waiting, unfinished (begun, to be resumed), done or failed."""
-        if (self.path / CLIENTS).is_file():
-            return "done"
-        if self.failure:
-            return "failed"
-        return "unfinished" if (self.path / RUN).is_file() else "waiting"
-
-    @cached_property
-    def result(self) -> Result:
-        """The finished run, as ``fl.load_run`` gives it.
-
-        Raises:
-            UserError: it is not done.
-        """
-        if self.state != "done":
-            why = f": {self.failure}" if self.failure else ""
-            raise UserError(f"the run of {self.method!r}, seed {self.seed}, is {self.state}{why}")
-        return load_run(self.path, model=model_for(self.model, self.options))
-
-    @property
-    def history(self) -> list[dict[str, Any]]:
-        """Its rounds so far, also of a run that failed or is not finished."""
-        return self.result.history if self.state == "done" else read_metrics(self.path)
-
-    @property
-    def config(self) -> dict[str, Any]:
-        """Its resolved configuration; empty before it has begun."""
-        return read_config(self.path) if (self.path / RUN).is_file() else {}
-
-    @property
-    def clients(self) -> list[dict[str, Any]]:
-        """Rows of its ``clients.csv``; none before it is done."""
-        return read_clients(self.path) if self.state == "done" else []
-
-
-@dataclass(eq=False)
-class Comparison:
+class Comparison(Cells):
     """Methods by seeds by swept options; made by ``fl.compare``, opened again by ``fl.load_comparison(folder)``.
 
     Its folder holds ``comparison.json``, ``tables/``, and ``runs/``, in which every cell is an ordinary run folder.
@@ -118,71 +49,17 @@ class Comparison:
         [('fedavg', 2), ('fedper', 2)]
     """
 
-    path: Path
-    methods: dict[str, str]
-    seeds: tuple[int, ...]
-    sweep: dict[str, list[Any]]
-    baseline: str
-    cells: list[Cell]
-    options: dict[str, Any] = field(default_factory=dict)
-    target: float | None = None
-
-    @property
-    def settings(self) -> list[str]:
-        """Every combination of swept values in one line each; one empty line where nothing is swept."""
-        return list(dict.fromkeys(c.setting for c in self.cells))
-
-    def of(self, method: str | None = None, setting: str | None = None, seed: int | None = None) -> list[Cell]:
-        """The cells of a method, a setting, a seed, or of several of these."""
-        if method is not None and method not in self.methods:
-            raise UserError(f"no method {method!r} in this comparison; there are {', '.join(self.methods)}")
-        return [
-            c
-            for c in self.cells
-            if method in (None, c.method) and setting in (None, c.setting) and seed in (None, c.seed)
-        ]
-
-    @property
-    def failed(self) -> list[Cell]:
-        """The cells that failed; each says why in ``.failure``."""
-        return [c for c in self.cells if c.state == "failed"]
-
-    @property
-    def done(self) -> list[Cell]:
-        """The cells that are finished."""
-        return [c for c in self.cells if c.state == "done"]
-
-    @cached_property
-    def metric(self) -> str:
-        """The primary metric of the runs."""
-        return str(self._resolved("primary", tasks.named(str(self.options.get("task", "classification"))).primary))
-
-    @cached_property
-    def higher_is_better(self) -> bool:
-        """Its direction."""
-        return bool(self._resolved("higher_is_better", True))
-
-    def _resolved(self, key: str, otherwise: Any) -> Any:
-        for cell in self.cells:
-            if (cell.path / RUN).is_file():
-                return cell.config.get("resolved", {}).get(key, otherwise)
-        return otherwise
-
     @property
     def tables(self) -> dict[str, Sheet]:
         """What the cells say together, as of now: ``summary``, ``costs``, ``overall``, ``gap`` (where the mode is swept), ``cells``, ``clients``.
 
         Each has ``rows`` of plain values and the forms ``csv()``, ``markdown()``, ``latex()`` and ``rich()``.
         """
-        from fedloom.comparison.tables import tables  # the tables know what a comparison is
-
-        return tables(self)
+        return make_tables(self)
 
     def write(self) -> list[Path]:
         """Writes the tables into the folder ``tables``; returns the files."""
-        from fedloom.comparison.tables import write
-
-        return write(self, self.tables)
+        return write_tables(self, self.tables)
 
     def __str__(self) -> str:
         console, made = Console(width=120), self.tables

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from fedloom.comparison import sheets
-from fedloom.comparison.record import Comparison
+from fedloom.comparison.cell import Cells
 from fedloom.comparison.sheets import Column, Sheet
 from fedloom.comparison.verdicts import Verdicts
 from fedloom.store import disk
@@ -14,9 +14,12 @@ from fedloom.store import disk
 FOLDER = "tables"
 
 
-def tables(comparison: Comparison) -> dict[str, Sheet]:
-    """The tables by name: ``summary`` and ``costs`` (a row per setting and method), ``overall`` (a row per method), ``gap`` (where
-    the mode is swept), ``cells`` (a row per run) and ``clients`` (a row per run and client).
+def make_tables(comparison: Cells) -> dict[str, Sheet]:
+    """Make the tables, by name.
+
+    ``summary`` and ``costs`` have a row per setting and method, ``overall`` has a row per method,
+    ``gap`` (where the mode is swept) a row per setting, mode and method, ``cells`` a row per run,
+    and ``clients`` a row per run and client.
     """
     verdicts = Verdicts(comparison)
     made = [_summary(comparison, verdicts), _costs(comparison, verdicts), _overall(comparison, verdicts)]
@@ -26,8 +29,11 @@ def tables(comparison: Comparison) -> dict[str, Sheet]:
     return {sheet.name: sheet for sheet in made}
 
 
-def write(comparison: Comparison, made: dict[str, Sheet]) -> list[Path]:
-    """Writes each table as CSV (the costs are in the summary's), those for people as Markdown and LaTeX; returns the files."""
+def write_tables(comparison: Cells, made: dict[str, Sheet]) -> list[Path]:
+    """Write each table as CSV and the tables for people as Markdown and LaTeX; return the files.
+
+    ``costs`` gets no CSV of its own: its numbers are in that of ``summary``.
+    """
     place = comparison.path / FOLDER
     with disk.writing(place):
         place.mkdir(parents=True, exist_ok=True)
@@ -42,7 +48,7 @@ def write(comparison: Comparison, made: dict[str, Sheet]) -> list[Path]:
     return found
 
 
-def _first(comparison: Comparison) -> tuple[Column, ...]:
+def _first(comparison: Cells) -> tuple[Column, ...]:
     """The columns that say what a row is of."""
     named = [Column(sheets.SETTING, sheets.text("setting"), left=True)] if comparison.sweep else []
     return (*named, Column("method", sheets.text("method"), left=True))
@@ -72,7 +78,7 @@ def _reached(row: Any) -> str:
     return f"{row['rounds_to_target']:.1f}{part}"
 
 
-def _against(comparison: Comparison) -> tuple[Column, ...]:
+def _against(comparison: Cells) -> tuple[Column, ...]:
     return (
         Column(f"over {comparison.baseline}", sheets.spread("difference", sign=True)),
         Column("p", sheets.probability("p_holm")),
@@ -81,7 +87,7 @@ def _against(comparison: Comparison) -> tuple[Column, ...]:
     )
 
 
-def _explained(comparison: Comparison) -> tuple[str, ...]:
+def _explained(comparison: Cells) -> tuple[str, ...]:
     pairs = "Mean over seeds, with the half width of its 95 % interval (Student)."
     if len(comparison.methods) < 2:
         return (pairs,)
@@ -91,7 +97,7 @@ def _explained(comparison: Comparison) -> tuple[str, ...]:
     )
 
 
-def _summary(comparison: Comparison, verdicts: Verdicts) -> Sheet:
+def _summary(comparison: Cells, verdicts: Verdicts) -> Sheet:
     rows, sign = verdicts.summary, -verdicts.sign
     columns = (
         *_first(comparison),
@@ -104,7 +110,7 @@ def _summary(comparison: Comparison, verdicts: Verdicts) -> Sheet:
     return Sheet("summary", title, rows, columns, (*_explained(comparison), *_failures(comparison)))
 
 
-def _costs(comparison: Comparison, verdicts: Verdicts) -> Sheet:
+def _costs(comparison: Cells, verdicts: Verdicts) -> Sheet:
     rows, sign = verdicts.summary, -verdicts.sign
     aim = f"{comparison.target:g}" if comparison.target is not None else f"{comparison.baseline}'s own mean"
     columns = (
@@ -125,7 +131,7 @@ def _costs(comparison: Comparison, verdicts: Verdicts) -> Sheet:
     return Sheet("costs", f"{comparison.metric}, communication and computation", rows, columns, (note,))
 
 
-def _overall(comparison: Comparison, verdicts: Verdicts) -> Sheet:
+def _overall(comparison: Cells, verdicts: Verdicts) -> Sheet:
     rows = verdicts.overall
     columns = (
         Column("method", sheets.text("method"), left=True),
@@ -140,7 +146,7 @@ def _overall(comparison: Comparison, verdicts: Verdicts) -> Sheet:
     return Sheet("overall", f"Methods against {comparison.baseline}, over all runs", rows, columns, (note,))
 
 
-def _gap(comparison: Comparison, verdicts: Verdicts) -> Sheet:
+def _gap(comparison: Cells, verdicts: Verdicts) -> Sheet:
     rows = verdicts.gaps
     columns = (
         *([Column(sheets.SETTING, sheets.text("setting"), left=True)] if len(comparison.sweep) > 1 else []),
@@ -157,15 +163,15 @@ def _gap(comparison: Comparison, verdicts: Verdicts) -> Sheet:
     return Sheet("gap", "Unification gap", rows, columns, (note,))
 
 
-def _cells(comparison: Comparison, verdicts: Verdicts) -> Sheet:
+def _cells(comparison: Cells, verdicts: Verdicts) -> Sheet:
     return Sheet("cells", "Every run", list(verdicts.cells()), ())
 
 
-def _clients(comparison: Comparison, verdicts: Verdicts) -> Sheet:
+def _clients(comparison: Cells, verdicts: Verdicts) -> Sheet:
     return Sheet("clients", "Every client of every run", list(verdicts.clients()), ())
 
 
-def _failures(comparison: Comparison) -> list[str]:
+def _failures(comparison: Cells) -> list[str]:
     found = comparison.failed
     told = [", ".join(w for w in (c.method, c.setting, f"seed {c.seed}") if w) + f": {c.failure}" for c in found[:10]]
     more = [f"... and {len(found) - 10} more"] if len(found) > 10 else []

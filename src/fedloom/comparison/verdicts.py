@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
+from fedloom.comparison.cell import Cell, Cells
 from fedloom.comparison.grid import setting
 from fedloom.comparison.measures import Measures, measured, reached
-from fedloom.comparison.record import Cell, Comparison
 from fedloom.comparison.statistics import Interval, front, holm, interval, paired_t, ranks, sign_test, wilcoxon
 
 Row = dict[str, Any]
@@ -24,7 +24,7 @@ class Verdicts:
         comparison: the comparison; cells that are not done take no part in any statistic, and are counted.
     """
 
-    def __init__(self, comparison: Comparison) -> None:
+    def __init__(self, comparison: Cells) -> None:
         self.of = comparison
         self.sign = 1.0 if comparison.higher_is_better else -1.0
 

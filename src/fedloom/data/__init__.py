@@ -1,10 +1,10 @@
 """Data: federations, data sets, and how rows are dealt to clients."""
 
 from fedloom.data.augment import Augment
+from fedloom.data.client_data import ClientData, Scale, to_float
 from fedloom.data.dataset import Dataset
 from fedloom.data.datasets import DATASETS, load
-from fedloom.data.federation import ClientData, Federation, Scale, to_float
-from fedloom.data.folders import from_folder, from_table, read
+from fedloom.data.federation import Federation, from_folder, from_rows, from_table, read
 from fedloom.data.frames import chunks
 from fedloom.data.generators import synthetic
 from fedloom.data.masks import from_masks
@@ -19,7 +19,6 @@ from fedloom.data.partitions import (
     quantity,
     shards,
 )
-from fedloom.data.pooled import from_rows
 from fedloom.data.preprocessing import Preprocess, Preprocessing
 from fedloom.data.rows import Inputs, Rows, concatenate
 from fedloom.data.scenes import street_scenes

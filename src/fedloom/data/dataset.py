@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from fedloom.data import frames
-from fedloom.data.dealing import Index, Labels
-from fedloom.data.federation import ClientData, Federation, Scale, to_float
+from fedloom.data.client_data import ClientData, Scale, class_labels, is_class, take_or_none, to_float
+from fedloom.data.dealing import Labels
+from fedloom.data.federation import Federation
 from fedloom.data.partitions import Affine, Natural, Partitioner, iid
 from fedloom.data.preprocessing import Preprocess
 from fedloom.data.rows import Rows, concatenate, map_inputs
@@ -109,7 +110,12 @@ class Dataset:
         pool, groups, sequences = self._pool(split)
         if clients is None:
             clients = len(np.unique(groups)) if by_group else _DEFAULT_CLIENTS
-        labels = _classes(pool.y, partitioner)
+        base = partitioner.base if isinstance(partitioner, Affine) else partitioner
+        if base.by_class and not is_class(pool.y):
+            raise UserError(
+                f"{partitioner} deals by class, but these labels are no classes. Use iid, quantity or natural."
+            )
+        labels = class_labels(pool.y)
         parts = partitioner(groups if by_group else labels, clients, stream(seed, "partition"))
         owners = [int(groups[part[0]]) for part in parts]
         ids = _ids([self.groups[owner] for owner in owners]) if by_group else [str(k) for k in range(len(parts))]
@@ -122,8 +128,10 @@ class Dataset:
                 train, off, checked = frames.three_way(sequences[part], share, val, cutting)
             else:
                 train, off, checked = three_way(labels[part], share, val, cutting)
-            held_out = _take(pool, part[off]) if split == "per_client" else held_out
-            client = ClientData(name, pool.take(torch.from_numpy(part[train])), held_out, _take(pool, part[checked]))
+            held_out = take_or_none(pool, part[off]) if split == "per_client" else held_out
+            client = ClientData(
+                name, pool.take(torch.from_numpy(part[train])), held_out, take_or_none(pool, part[checked])
+            )
             made.append(_skew(client, partitioner, self.scale, seed) if isinstance(partitioner, Affine) else client)
         origin = {"name": self.name, "partition": str(partitioner), "clients": clients, "seed": seed}
         origin |= {"split": split, "test": test, "val": val, "options": self.options}
@@ -174,46 +182,17 @@ class Dataset:
             return [self.test] * len(train)
         if film and self.test_groups is not None:
             dealt = frames.deal_tests(self.test_groups, groups, [len(labels) for labels in train])
-            return [_take(self.test, index) for index in dealt]
+            return [take_or_none(self.test, index) for index in dealt]
         if by_group and self.test_groups is not None:
-            return [_take(self.test, np.flatnonzero(self.test_groups == group)) for group in groups]
-        dealt = matched(train, _classes(self.test.y), stream(seed, "split"))
-        return [_take(self.test, index) for index in dealt]
-
-
-def cut_client(name: str, rows: Rows, test: float, val: float, seed: int) -> ClientData:
-    """One client's rows, cut into training, test and validation as `Dataset.partition` cuts them.
-
-    Args:
-        name: The client's id.
-        rows: All its rows.
-        test: Share of the rows cut off for testing.
-        val: Share of the remaining rows cut off for validation.
-        seed: Seed of the cut.
-    """
-    check_share("test", test)
-    check_share("val", val)
-    train, off, checked = three_way(_classes(rows.y), test, val, stream(seed, "split", name))
-    return ClientData(name, rows.take(torch.from_numpy(train)), _take(rows, off), _take(rows, checked))
+            return [take_or_none(self.test, np.flatnonzero(self.test_groups == group)) for group in groups]
+        dealt = matched(train, class_labels(self.test.y), stream(seed, "split"))
+        return [take_or_none(self.test, index) for index in dealt]
 
 
 def _ids(names: list[str]) -> list[str]:
     """Names of clients, numbered where several bear the same one."""
     many = {name for name in names if names.count(name) > 1}
     return [f"{name}-{names[:k].count(name) + 1}" if name in many else name for k, name in enumerate(names)]
-
-
-def _take(rows: Rows, index: Index) -> Rows | None:
-    return rows.take(torch.from_numpy(index)) if len(index) else None
-
-
-def _classes(y: Tensor, rule: Partitioner | None = None) -> Labels:
-    """Class labels for dealing and stratifying; one class for all rows where y is no class."""
-    if y.dim() == 1 and not y.is_floating_point():
-        return np.asarray(y.numpy(), np.int64)
-    if rule is not None and (rule.base if isinstance(rule, Affine) else rule).by_class:
-        raise UserError(f"{rule} deals by class, but these labels are no classes. Use iid, quantity or natural.")
-    return np.zeros(len(y), np.int64)
 
 
 def _skew(client: ClientData, rule: Affine, scale: Scale | None, seed: int) -> ClientData:

@@ -2,58 +2,26 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from fedloom.data.client_data import ClientData, FederationParts, Scale, check_ids
+from fedloom.data.folders import read_folder, read_table
+from fedloom.data.pooled import group_rows
 from fedloom.data.preprocessing import Preprocess, Preprocessing, fit, plain
 from fedloom.data.rows import Rows, leaves, make_rows, map_inputs
-from fedloom.errors import UserError
+from fedloom.data.summary import FederationSummary
+from fedloom.data.torch_datasets import read_clients
+from fedloom.errors import UnknownName, UserError
 
-if TYPE_CHECKING:
-    from fedloom.data.summary import Summary
-
-_ID_LENGTH = 64
 _CLOUD = "cloud"
-
-
-@dataclass(frozen=True, slots=True)
-class Scale:
-    """How uint8 inputs become floating in the step: x/255, then (x - mean)/std per channel."""
-
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-
-
-def to_float(part: Tensor, scale: Scale | None) -> Tensor:
-    """What the step makes of an input: uint8 becomes float32, scaled per channel (axis 1); others stay."""
-    if part.dtype != torch.uint8:
-        return part
-    part = part.float() / 255
-    if scale is None:
-        return part
-    shape = (-1, *[1] * (part.dim() - 2))
-    return (part - part.new_tensor(scale.mean).reshape(shape)) / part.new_tensor(scale.std).reshape(shape)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ClientData:
-    """One client's rows; `test` and `val` are None where it has none."""
-
-    id: str
-    train: Rows
-    test: Rows | None = None
-    val: Rows | None = None
-
-    def parts(self) -> dict[str, Rows]:
-        """The splits that have rows, by name."""
-        named = {"train": self.train, "val": self.val, "test": self.test}
-        return {name: rows for name, rows in named.items() if rows is not None}
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -173,11 +141,55 @@ class Federation:
         return federation if preprocess is None else federation.preprocess(preprocess)
 
     @classmethod
-    def from_rows(cls, data: Any, client: Any, **options: Any) -> Federation:
-        """A federation from one array of rows that says whose each is; see `fedloom.data.from_rows`."""
-        from fedloom.data.pooled import from_rows
+    def from_rows(
+        cls,
+        data: Any,
+        client: Any,
+        *,
+        split: Any = None,
+        test: float = 0.25,
+        val: float = 0.0,
+        seed: int = 0,
+        name: str = "rows",
+        classes: Sequence[str] | None = None,
+        scale: Scale | None = None,
+    ) -> Federation:
+        """Make a federation from one array with the rows of all clients.
 
-        return from_rows(data, client, **options)
+        The rows are sorted by client once; each client's rows are then a view of that array, not a copy.
+
+        Args:
+            data: `(x, y)`; x is an array, a tuple of arrays or a dict of arrays.
+            client: The owner of each row: whole numbers or words. Clients come in sorted order.
+            split: The part of each row: "train", "val" or "test"; without it, the shares `test` and `val` of
+                each client's rows are cut off.
+            test: Share of a client's rows for testing, where `split` is not given.
+            val: Share of the rest for validation.
+            seed: Seed of the cut.
+            name: Where the data come from.
+            classes: Class names, by label.
+            scale: How uint8 inputs are scaled; x/255 only, without.
+
+        Example:
+            >>> import numpy as np
+            >>> x, y = np.zeros((6, 2), np.float32), np.array([0, 1, 0, 1, 0, 1])
+            >>> split = ["train"] * 4 + ["test"] * 2
+            >>> made = Federation.from_rows((x, y), ["b", "a", "b", "a", "b", "b"], split=split)
+            >>> made.ids, len(made["b"].train), len(made["b"].test), made["a"].test
+            (('a', 'b'), 2, 2, None)
+        """
+        parts = group_rows(
+            data,
+            client,
+            split=split,
+            test=test,
+            val=val,
+            seed=seed,
+            name=name,
+            classes=classes,
+            scale=scale,
+        )
+        return cls._from_parts(parts)
 
     @classmethod
     def from_datasets(
@@ -201,23 +213,104 @@ class Federation:
             classes: Class names, by label.
             scale: How uint8 inputs are scaled; x/255 only, without.
         """
-        from fedloom.data.torch_datasets import read_clients
-
         return cls.from_arrays(read_clients(clients, ids), ids, name=name, classes=classes, scale=scale)
 
     @classmethod
-    def from_folder(cls, path: str | Path, **options: Any) -> Federation:
-        """A federation from a folder with a file per client; see `fedloom.data.from_folder`."""
-        from fedloom.data.folders import from_folder
+    def from_folder(
+        cls,
+        path: str | Path,
+        *,
+        label: str | None = None,
+        numeric_label: bool = False,
+        test: float = 0.25,
+        val: float = 0.0,
+        seed: int = 0,
+        preprocess: Preprocess | Mapping[str, Any] | None = None,
+        classes: Sequence[str] | None = None,
+        scale: Scale | None = None,
+    ) -> Federation:
+        """Make a federation from a folder with a file per client; the file's name is the client's id.
 
-        return from_folder(path, **options)
+        Three layouts: `ID.npz` with arrays x, y (cut here into training and test rows) or x_train, y_train,
+        x_test, y_test; `train/ID.npz` and `test/ID.npz` with x, y, or as PFLlib writes them; and the same with
+        CSV files that have a header.
+
+        Args:
+            path: The folder.
+            label: Label column of CSV files; without, the first of label, labels, y, target, class.
+            numeric_label: The label of CSV files is a number to predict, not a class.
+            test: Share of a client's rows cut off for testing where the files do not say.
+            val: Share of a client's training rows cut off for validation where the files do not say.
+            seed: Seed of the cuts.
+            preprocess: What to do with the columns; see `Preprocess`.
+            classes: Class names, by label.
+            scale: How uint8 inputs are scaled.
+        """
+        parts = read_folder(
+            path,
+            label=label,
+            numeric_label=numeric_label,
+            test=test,
+            val=val,
+            seed=seed,
+            preprocess=preprocess,
+            classes=classes,
+            scale=scale,
+        )
+        made = cls._from_parts(parts)
+        return made if parts.preprocess is not None else made.check_finite()
 
     @classmethod
-    def from_table(cls, data: Any, *, client: str, label: str, **options: Any) -> Federation:
-        """A federation from one table with a client column; see `fedloom.data.from_table`."""
-        from fedloom.data.folders import from_table
+    def from_table(
+        cls,
+        data: Any,
+        *,
+        client: str,
+        label: str,
+        numeric_label: bool = False,
+        split: str | None = None,
+        test: float = 0.25,
+        val: float = 0.0,
+        seed: int = 0,
+        preprocess: Preprocess | Mapping[str, Any] | None = None,
+        name: str | None = None,
+    ) -> Federation:
+        """Make a federation from one table with a client column; clients are in the order of their first row.
 
-        return from_table(data, client=client, label=label, **options)
+        Args:
+            data: A CSV file with a header, a data frame, or a mapping of columns.
+            client: The column that says whose row it is.
+            label: The column to predict.
+            numeric_label: The label is a number to predict, not a class.
+            split: A column with the words train, val and test; without, rows are cut at each client.
+            test: Share of a client's rows cut off for testing.
+            val: Share of a client's training rows cut off for validation.
+            seed: Seed of the cuts.
+            preprocess: What to do with the columns; see `Preprocess`.
+            name: Name of the federation; the file's without.
+        """
+        return cls._from_parts(
+            read_table(
+                data,
+                client=client,
+                label=label,
+                numeric_label=numeric_label,
+                split=split,
+                test=test,
+                val=val,
+                seed=seed,
+                preprocess=preprocess,
+                name=name,
+            )
+        )
+
+    @classmethod
+    def _from_parts(cls, parts: FederationParts) -> Federation:
+        """Build a federation from its parts, and preprocess it if they say so."""
+        made = cls(parts.clients, None, parts.name, parts.classes, parts.scale, parts.origin)
+        if parts.preprocess is None:
+            return made
+        return made.preprocess(parts.preprocess, columns=parts.columns, vocabulary=parts.vocabulary)
 
     def with_cloud(self, data: Any) -> Federation:
         """The same clients, and rows that the server holds: `(x, y)` or `Rows`.
@@ -272,11 +365,9 @@ class Federation:
                 make_rows(rows, f"client {client.id!r}, {part}")
         return self
 
-    def summary(self) -> Summary:
+    def summary(self) -> FederationSummary:
         """Who has what: prints as a table, and `.save("who.png")` draws it."""
-        from fedloom.data.summary import Summary
-
-        return Summary(self)
+        return FederationSummary(self.clients, self.name, self.classes, self.cloud)
 
     def subset(self, ids: Iterable[str]) -> Federation:
         """Only the clients named, in the federation's order."""
@@ -286,19 +377,6 @@ class Federation:
         kept = tuple(client for client in self.clients if client.id in chosen)
         origin = {**self.origin, "subset": [client.id for client in kept]} if self.origin else {}
         return replace(self, clients=kept, origin=origin)
-
-
-def check_ids(ids: Sequence[str]) -> None:
-    """Ids are unique, printable strings of 1 to 64 characters."""
-    seen: set[str] = set()
-    for name in ids:
-        if not isinstance(name, str):
-            raise UserError(f"client id {name!r} is a {type(name).__name__}; expected a string.")
-        if not 1 <= len(name) <= _ID_LENGTH or not name.isprintable():
-            raise UserError(f"client id {name!r}: expected 1 to {_ID_LENGTH} printable characters.")
-        if name in seen:
-            raise UserError(f"client id {name!r} occurs twice; expected unique ids.")
-        seen.add(name)
 
 
 def _client(name: str, entry: Any, allow_missing: bool) -> ClientData:
@@ -383,3 +461,30 @@ def _promote(clients: list[ClientData], cloud: Rows | None) -> tuple[list[Client
 def _some(names: Sequence[str]) -> str:
     shown = ", ".join(repr(n) for n in names[:8])
     return shown + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+
+
+from_folder = Federation.from_folder
+from_table = Federation.from_table
+from_rows = Federation.from_rows
+
+
+def read(path: str | Path, **options: Any) -> Federation:
+    """Make a federation from a path: a folder with a file per client, or a table with a client column.
+
+    Args:
+        path: A folder, or a CSV file (which needs the options `client` and `label`).
+        **options: Options of `from_folder` or `from_table`.
+    """
+    place = Path(path)
+    if not place.exists():
+        raise UserError(f"{place} does not exist; expected a folder with a file per client, or a CSV file.")
+    reader: Callable[..., Federation] = from_folder if place.is_dir() else from_table
+    known = inspect.signature(reader).parameters
+    for option in options:
+        if option not in known:
+            raise UnknownName("option of " + reader.__name__, option, known)
+    if reader is from_table:
+        for option in ("client", "label"):
+            if option not in options:
+                raise UserError(f"{place}: which column is the {option}? Say {option}='...'.")
+    return reader(place, **options)

@@ -1,10 +1,9 @@
-"""Federations from files: a folder with a file per client (npz, CSV, or PFLlib's own), or one table."""
+"""Readers of files: a folder with a file per client (npz, CSV, or PFLlib's own), or one table."""
 
 from __future__ import annotations
 
-import inspect
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +11,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fedloom.data.dataset import cut_client
-from fedloom.data.federation import ClientData, Federation, Scale
+from fedloom.data.client_data import ClientData, FederationParts, Scale, cut_client
 from fedloom.data.files import DAMAGED
 from fedloom.data.object_arrays import read_objects
 from fedloom.data.preprocessing import Preprocess
 from fedloom.data.rows import Rows, make_rows
-from fedloom.data.tables import Inputs, Table, as_table, labels, read_csv, read_inputs
-from fedloom.errors import UnknownName, UserError
+from fedloom.data.tables import TableInputs, TextTable, as_table, labels, read_csv, read_inputs
+from fedloom.errors import UserError
 
 LABELS = ("label", "labels", "y", "target", "class")
 _PARTS = ("train", "test", "val")
@@ -102,7 +100,7 @@ def _pair(arrays: Mapping[str, Any], ending: str, path: Path) -> tuple[Any, Any]
     return arrays[f"x{ending}"], arrays[f"y{ending}"]
 
 
-def _label_column(table: Table, label: str | None) -> str:
+def _label_column(table: TextTable, label: str | None) -> str:
     if label is not None:
         table.column(label)
         return label
@@ -112,35 +110,19 @@ def _label_column(table: Table, label: str | None) -> str:
     raise UserError(f"{table.where}: which column is the label? Say label='...'; columns: {', '.join(table.columns)}.")
 
 
-def from_folder(
+def read_folder(
     path: str | Path,
     *,
-    label: str | None = None,
-    numeric_label: bool = False,
-    test: float = 0.25,
-    val: float = 0.0,
-    seed: int = 0,
-    preprocess: Preprocess | Mapping[str, Any] | None = None,
-    classes: Sequence[str] | None = None,
-    scale: Scale | None = None,
-) -> Federation:
-    """A federation from a folder with a file per client, whose name is the client's id.
-
-    Three layouts: `ID.npz` with arrays x, y (cut here into training and test rows) or x_train, y_train,
-    x_test, y_test; `train/ID.npz` and `test/ID.npz` with x, y, or as PFLlib writes them; and the same with
-    CSV files that have a header.
-
-    Args:
-        path: The folder.
-        label: Label column of CSV files; without, the first of label, labels, y, target, class.
-        numeric_label: The label of CSV files is a number to predict, not a class.
-        test: Share of a client's rows cut off for testing where the files do not say.
-        val: Share of a client's training rows cut off for validation where the files do not say.
-        seed: Seed of the cuts.
-        preprocess: What to do with the columns; see `Preprocess`.
-        classes: Class names, by label.
-        scale: How uint8 inputs are scaled.
-    """
+    label: str | None,
+    numeric_label: bool,
+    test: float,
+    val: float,
+    seed: int,
+    preprocess: Preprocess | Mapping[str, Any] | None,
+    classes: Sequence[str] | None,
+    scale: Scale | None,
+) -> FederationParts:
+    """Read a folder with a file per client; see `Federation.from_folder`."""
     folder, spec = Path(path), Preprocess.of(preprocess)
     files = _files(folder)
     inputs = None
@@ -155,12 +137,23 @@ def from_folder(
         clients.append(_cut(key, made, test, val, seed))
     origin: dict[str, Any] = {"path": str(folder.resolve()), "label": label, "numeric_label": numeric_label}
     origin |= {"test": test, "val": val, "seed": seed}
-    return _finish(Federation(tuple(clients), None, folder.name, _names(classes), scale, origin), spec, inputs)
+    # Tables always need preprocessing; arrays need it only if there are steps.
+    steps = inputs.spec if inputs is not None else spec if spec != Preprocess() else None
+    return FederationParts(
+        clients=tuple(clients),
+        name=folder.name,
+        classes=None if classes is None else tuple(str(c) for c in classes),
+        scale=scale,
+        origin=origin,
+        preprocess=steps,
+        columns=None if inputs is None else inputs.columns,
+        vocabulary=None if inputs is None else inputs.words,
+    )
 
 
 def _csv_parts(
     files: Mapping[str, Mapping[str, Path]], label: str | None, numeric: bool, spec: Preprocess
-) -> tuple[Pairs, Inputs, tuple[str, ...] | None]:
+) -> tuple[Pairs, TableInputs, tuple[str, ...] | None]:
     """Each client's (x, y) by part, how x was read, and class names where labels are text."""
     tables = {(key, part): read_csv(path) for key, paths in files.items() for part, path in paths.items()}
     everything = list(tables.values())
@@ -190,46 +183,20 @@ def _cut(key: str, parts: dict[str, Rows], test: float, val: float, seed: int) -
     return ClientData(key, **made)
 
 
-def _finish(federation: Federation, spec: Preprocess, inputs: Inputs | None) -> Federation:
-    """Preprocess, which tables need in any case; of arrays only what was asked for."""
-    if inputs is not None:
-        return federation.preprocess(inputs.spec, columns=inputs.columns, vocabulary=inputs.words)
-    if spec != Preprocess():
-        return federation.preprocess(spec)
-    return federation.check_finite()
-
-
-def _names(classes: Sequence[str] | None) -> tuple[str, ...] | None:
-    return None if classes is None else tuple(str(c) for c in classes)
-
-
-def from_table(
+def read_table(
     data: Any,
     *,
     client: str,
     label: str,
-    numeric_label: bool = False,
-    split: str | None = None,
-    test: float = 0.25,
-    val: float = 0.0,
-    seed: int = 0,
-    preprocess: Preprocess | Mapping[str, Any] | None = None,
-    name: str | None = None,
-) -> Federation:
-    """A federation from one table with a client column; clients are in the order of their first row.
-
-    Args:
-        data: A CSV file with a header, a data frame, or a mapping of columns.
-        client: The column that says whose row it is.
-        label: The column to predict.
-        numeric_label: The label is a number to predict, not a class.
-        split: A column with the words train, val and test; without, rows are cut at each client.
-        test: Share of a client's rows cut off for testing.
-        val: Share of a client's training rows cut off for validation.
-        seed: Seed of the cuts.
-        preprocess: What to do with the columns; see `Preprocess`.
-        name: Name of the federation; the file's without.
-    """
+    numeric_label: bool,
+    split: str | None,
+    test: float,
+    val: float,
+    seed: int,
+    preprocess: Preprocess | Mapping[str, Any] | None,
+    name: str | None,
+) -> FederationParts:
+    """Read one table with a client column; see `Federation.from_table`."""
     table = as_table(data)
     owners = np.array(table.column(client))
     if (owners == "").any():
@@ -254,30 +221,15 @@ def from_table(
     origin: dict[str, Any] = {"path": path, "client": client, "label": label, "numeric_label": numeric_label}
     origin |= {"split": split, "test": test, "val": val, "seed": seed}
     title = name or (Path(path).stem if path else "table")
-    made = Federation(tuple(clients), None, title, classes, None, origin if path else {})
-    return _finish(made, inputs.spec, inputs)
-
-
-def read(path: str | Path, **options: Any) -> Federation:
-    """A federation from a path: a folder with a file per client, or a table with a client column.
-
-    Args:
-        path: A folder, or a CSV file (which needs the options `client` and `label`).
-        **options: Options of `from_folder` or `from_table`.
-    """
-    place = Path(path)
-    if not place.exists():
-        raise UserError(f"{place} does not exist; expected a folder with a file per client, or a CSV file.")
-    reader: Callable[..., Federation] = from_folder if place.is_dir() else from_table
-    known = inspect.signature(reader).parameters
-    for option in options:
-        if option not in known:
-            raise UnknownName("option of " + reader.__name__, option, known)
-    if reader is from_table:
-        for option in ("client", "label"):
-            if option not in options:
-                raise UserError(f"{place}: which column is the {option}? Say {option}='...'.")
-    return reader(place, **options)
+    return FederationParts(
+        clients=tuple(clients),
+        name=title,
+        classes=classes,
+        origin=origin if path else {},
+        preprocess=inputs.spec,
+        columns=inputs.columns,
+        vocabulary=inputs.words,
+    )
 
 
 def _where(rows: Rows, mask: NDArray[np.bool_]) -> Rows:

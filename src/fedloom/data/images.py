@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from fedloom.data.client_data import Scale
 from fedloom.data.dataset import Dataset
-from fedloom.data.federation import Scale
 from fedloom.data.files import Official, Remote, find, load_npz, read_official
 from fedloom.data.rows import Rows
 from fedloom.errors import UserError

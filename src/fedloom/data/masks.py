@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from fedloom.data.client_data import Scale
 from fedloom.data.dataset import Dataset
-from fedloom.data.federation import Scale
 from fedloom.data.rows import Rows
 from fedloom.errors import UserError
 
@@ -37,11 +37,11 @@ class Class:
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class ClassTable:
     """Classes of a data set; those that are not void are numbered in order.
 
     Example:
-        >>> table = Table((Class("void", (0,), void=True), Class("road", (7,)), Class("car", (26,))))
+        >>> table = ClassTable((Class("void", (0,), void=True), Class("road", (7,)), Class("car", (26,))))
         >>> table.names, table.decode(np.array([[0, 7], [26, 7]]), "a mask").tolist()
         (('road', 'car'), [[255, 0], [1, 0]])
     """
@@ -95,7 +95,7 @@ def _codes(colours: NDArray[Any]) -> NDArray[np.int64]:
     return np.asarray(wide[..., 0] << 16 | wide[..., 1] << 8 | wide[..., 2], np.int64)
 
 
-def read_table(path: str | Path) -> Table:
+def read_table(path: str | Path) -> ClassTable:
     """Classes from a TOML or CSV file.
 
     TOML: entries ``[[class]]`` with name, id (a number or several), colour ([r, g, b], "#rrggbb" or several) and void. CSV: a
@@ -112,7 +112,7 @@ def read_table(path: str | Path) -> Table:
         raise UserError(f"cannot read the class table {place}: {error}.") from None
     if not entries:
         raise UserError(f"{place} names no class; expected [[class]] entries (TOML) or a header with name (CSV).")
-    return Table(tuple(_entry(entry, place) for entry in entries))
+    return ClassTable(tuple(_entry(entry, place) for entry in entries))
 
 
 def _entry(entry: Mapping[str, Any], place: Path) -> Class:
@@ -154,7 +154,7 @@ def pictures_in(folder: Path) -> list[Path]:
 
 def read_pictures(
     pairs: Sequence[tuple[Path, Path]],
-    table: Table,
+    table: ClassTable,
     size: tuple[int, int] | None,
     prepare: Callable[[NDArray[Any]], NDArray[Any]] | None = None,
 ) -> Rows:
@@ -312,7 +312,7 @@ def _client(picture: Path, owner: str | None, pattern: str | None) -> str:
     return hit.group(1) if hit.groups() else hit.group(0)
 
 
-def _table(folder: Path, given: str | Path | None, masks: Sequence[Path]) -> Table:
+def _table(folder: Path, given: str | Path | None, masks: Sequence[Path]) -> ClassTable:
     beside = [folder / "classes.toml", folder / "classes.csv"]
     place = Path(given) if given is not None else next((p for p in beside if p.is_file()), None)
     if place is not None:
@@ -328,4 +328,4 @@ def _table(folder: Path, given: str | Path | None, masks: Sequence[Path]) -> Tab
                 )
             values = np.unique(np.asarray(image))
         highest = max(highest, int(values[values != VOID].max(initial=0)))
-    return Table(tuple(Class(str(k), (k,)) for k in range(highest + 1)))
+    return ClassTable(tuple(Class(str(k), (k,)) for k in range(highest + 1)))

@@ -1,4 +1,4 @@
-"""A federation from one array of rows: clients are pieces of it, so that a hundred thousand of them cost little."""
+"""One array with the rows of all clients: each client is a view, so 100,000 clients cost little."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fedloom.data.federation import ClientData, Federation, Scale
+from fedloom.data.client_data import ClientData, FederationParts, Scale, class_labels
 from fedloom.data.rows import Inputs, Rows, make_rows
 from fedloom.data.splits import check_share, three_way
 from fedloom.errors import UserError
@@ -17,39 +17,19 @@ from fedloom.rng import stream
 PARTS = ("train", "val", "test")
 
 
-def from_rows(
+def group_rows(
     data: Any,
     client: Any,
     *,
-    split: Any = None,
-    test: float = 0.25,
-    val: float = 0.0,
-    seed: int = 0,
-    name: str = "rows",
-    classes: Sequence[str] | None = None,
-    scale: Scale | None = None,
-) -> Federation:
-    """A federation from one array of rows that says whose each is.
-
-    Rows are put in order of their clients once; each client's are then a piece of that array, not a copy.
-
-    Args:
-        data: `(x, y)`; x is an array, a tuple of arrays or a dict of arrays.
-        client: Whose each row is: whole numbers or words. Clients come in sorted order.
-        split: Of each row "train", "val" or "test"; without, `test` and `val` of a client's rows are cut off.
-        test: Share of a client's rows for testing, where `split` is not given.
-        val: Share of the rest for validation.
-        seed: Of the cut.
-        name: Where the data come from.
-        classes: Class names, by label.
-        scale: How uint8 inputs are scaled; x/255 only, without.
-
-    Example:
-        >>> x, y = np.zeros((6, 2), np.float32), np.array([0, 1, 0, 1, 0, 1])
-        >>> made = from_rows((x, y), ["b", "a", "b", "a", "b", "b"], split=["train"] * 4 + ["test"] * 2)
-        >>> made.ids, len(made["b"].train), len(made["b"].test), made["a"].test
-        (('a', 'b'), 2, 2, None)
-    """
+    split: Any,
+    test: float,
+    val: float,
+    seed: int,
+    name: str,
+    classes: Sequence[str] | None,
+    scale: Scale | None,
+) -> FederationParts:
+    """Group rows by client; see `Federation.from_rows`."""
     rows = make_rows(data, "rows")
     owner = np.asarray(client)
     if owner.shape != (len(rows),) or owner.dtype.kind not in "iuU":
@@ -63,8 +43,12 @@ def from_rows(
     index = torch.from_numpy(order)
     sorted_rows = rows if bool((order[1:] > order[:-1]).all()) else rows.take(index)
     counts = np.bincount(place * 3 + part, minlength=3 * len(ids))
-    clients = tuple(_clients(sorted_rows, ids, counts.tolist()))
-    return Federation(clients, None, name, None if classes is None else tuple(classes), scale)
+    return FederationParts(
+        clients=tuple(_clients(sorted_rows, ids, counts.tolist())),
+        name=name,
+        classes=None if classes is None else tuple(classes),
+        scale=scale,
+    )
 
 
 def _clients(rows: Rows, ids: Sequence[str], sizes: list[int]) -> Iterator[ClientData]:
@@ -104,8 +88,7 @@ def _cut(
     """The part of each row: a cut of every client's rows, by class where there are classes."""
     check_share("test", test)
     check_share("val", val)
-    y = rows.y
-    labels = y.numpy() if y.dim() == 1 and not y.is_floating_point() else np.zeros(len(rows), np.int64)
+    labels = class_labels(rows.y)
     order = np.argsort(place, kind="stable")
     found = np.zeros(len(rows), np.int64)
     for key, mine in zip(ids, np.split(order, np.cumsum(np.bincount(place))[:-1]), strict=True):

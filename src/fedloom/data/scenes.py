@@ -7,8 +7,8 @@ import inspect
 import numpy as np
 import torch
 
+from fedloom.data.client_data import Scale
 from fedloom.data.dataset import Dataset
-from fedloom.data.federation import Scale
 from fedloom.data.rows import Rows
 from fedloom.data.scenery import CLASSES, Town, draw
 from fedloom.errors import UserError

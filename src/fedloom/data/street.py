@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from fedloom.data.client_data import Scale
 from fedloom.data.dataset import Dataset
-from fedloom.data.federation import Scale
 from fedloom.data.files import data_folders, find, load_npz
-from fedloom.data.masks import IMAGENET, Class, Table, check_size, numbered, pictures_in, read_pictures
+from fedloom.data.masks import IMAGENET, Class, ClassTable, check_size, numbered, pictures_in, read_pictures
 from fedloom.data.rows import Rows, concatenate
 from fedloom.errors import UserError
 
@@ -52,7 +52,7 @@ _CAMVID = {
     },
     "Bicyclist": {"Bicyclist": (0, 128, 192), "MotorcycleScooter": (192, 0, 192)},
 }
-CAMVID = Table(
+CAMVID = ClassTable(
     (
         *(Class(name, (i,), tuple(parts.values())) for i, (name, parts) in enumerate(_CAMVID.items())),
         Class("Void", (11,), ((0, 0, 0),), void=True),
@@ -63,7 +63,7 @@ _CITYSCAPES = (
     "road:7 sidewalk:8 building:11 wall:12 fence:13 pole:17 traffic_light:19 traffic_sign:20 vegetation:21 terrain:22 "
     "sky:23 person:24 rider:25 car:26 truck:27 bus:28 train:31 motorcycle:32 bicycle:33"
 )
-CITYSCAPES = Table(
+CITYSCAPES = ClassTable(
     tuple(Class(name.replace("_", " "), (int(i),)) for name, i in (entry.split(":") for entry in _CITYSCAPES.split())),
     others_void=True,
 )
@@ -73,9 +73,9 @@ _SYNTHIA = (
 )
 
 
-def _synthia(keep_void: bool) -> Table:
+def _synthia(keep_void: bool) -> ClassTable:
     names = [name.replace("_", " ") for name in _SYNTHIA.split()]
-    return Table(tuple(Class(name, (i,), void=i == 0 and not keep_void) for i, name in enumerate(names)))
+    return ClassTable(tuple(Class(name, (i,), void=i == 0 and not keep_void) for i, name in enumerate(names)))
 
 
 def camvid(

@@ -20,7 +20,7 @@ Values = NDArray[Any]
 
 
 @dataclass(frozen=True)
-class Table:
+class TextTable:
     """Columns of text, all of one length."""
 
     columns: dict[str, list[str]]
@@ -36,7 +36,7 @@ class Table:
         return self.columns[name]
 
 
-def read_csv(path: Path) -> Table:
+def read_csv(path: Path) -> TextTable:
     """A CSV file with a header line, whose commonest delimiter (comma, semicolon, tab) counts."""
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
@@ -54,10 +54,10 @@ def read_csv(path: Path) -> Table:
     for number, row in enumerate(rows[1:], 2):
         if len(row) != len(names):
             raise UserError(f"{path}, row {number} has {len(row)} values; expected {len(names)} as in the header.")
-    return Table({name: [row[i].strip() for row in rows[1:]] for i, name in enumerate(names)}, str(path))
+    return TextTable({name: [row[i].strip() for row in rows[1:]] for i, name in enumerate(names)}, str(path))
 
 
-def as_table(data: Any) -> Table:
+def as_table(data: Any) -> TextTable:
     """A table from a path, a mapping of columns, or a data frame."""
     if isinstance(data, (str, Path)):
         return read_csv(Path(data))
@@ -69,7 +69,7 @@ def as_table(data: Any) -> Table:
     lengths = {name: len(values) for name, values in columns.items()}
     if len(set(lengths.values())) > 1 or not all(lengths.values()):
         raise UserError(f"the columns of a table have equal length and at least one row; got {lengths}.")
-    return Table(columns, "the table")
+    return TextTable(columns, "the table")
 
 
 def _text(value: object) -> str:
@@ -88,7 +88,7 @@ def _is_number(word: str) -> bool:
 
 
 @dataclass(frozen=True)
-class Inputs:
+class TableInputs:
     """How the input columns of tables become a matrix.
 
     Args:
@@ -103,7 +103,7 @@ class Inputs:
     blank: frozenset[str] = MISSING
     spec: Preprocess = field(default_factory=Preprocess)
 
-    def encode(self, table: Table) -> NDArray[np.float32]:
+    def encode(self, table: TextTable) -> NDArray[np.float32]:
         """The columns as a matrix: numbers, positions of words, NaN where a value is missing or unknown."""
         made = np.full((len(table), len(self.columns)), np.nan)
         for i, name in enumerate(self.columns):
@@ -120,7 +120,7 @@ class Inputs:
         return made.astype(np.float32)
 
 
-def read_inputs(tables: Sequence[Table], special: Collection[str], spec: Preprocess) -> Inputs:
+def read_inputs(tables: Sequence[TextTable], special: Collection[str], spec: Preprocess) -> TableInputs:
     """Which columns are inputs, and the words of the text columns over all tables.
 
     Args:
@@ -140,7 +140,7 @@ def read_inputs(tables: Sequence[Table], special: Collection[str], spec: Preproc
         found = {word for table in tables for word in table.column(name) if word.lower() not in blank}
         if any(not _is_number(word) for word in found):
             words[name] = sorted(found)
-    return Inputs(columns, words, blank, spec.without(ignored))
+    return TableInputs(columns, words, blank, spec.without(ignored))
 
 
 def encode_table(data: Any, fitted: Preprocessing) -> NDArray[np.float32]:
@@ -152,10 +152,12 @@ def encode_table(data: Any, fitted: Preprocessing) -> NDArray[np.float32]:
         fitted: The preprocessing that was fitted in training.
     """
     blank = MISSING | {word.lower() for word in fitted.spec.words()}
-    return Inputs(fitted.columns, fitted.vocabulary, blank).encode(as_table(data))
+    return TableInputs(fitted.columns, fitted.vocabulary, blank).encode(as_table(data))
 
 
-def labels(tables: Sequence[Table], name: str, numeric: bool = False) -> tuple[list[Values], tuple[str, ...] | None]:
+def labels(
+    tables: Sequence[TextTable], name: str, numeric: bool = False
+) -> tuple[list[Values], tuple[str, ...] | None]:
     """The label column of each table, and class names where labels are text.
 
     Args:

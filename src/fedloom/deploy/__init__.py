@@ -3,6 +3,6 @@
 Needs the extra ``flower`` (``pip install "fedloom[flower]"``).
 """
 
-from fedloom.deploy.plan import Plan
+from fedloom.deploy.plan import Experiment
 
-__all__ = ["Plan"]
+__all__ = ["Experiment"]

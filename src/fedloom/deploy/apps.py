@@ -12,7 +12,7 @@ from flwr.app import Context, RecordDict
 from flwr.serverapp import Grid
 
 from fedloom import building
-from fedloom.deploy.plan import Plan, digest
+from fedloom.deploy.plan import Experiment, digest
 from fedloom.deploy.rows import SiteConfig, load_rows
 from fedloom.deploy.serve import serve
 from fedloom.engines.flower.codes import Code, Refusal
@@ -31,7 +31,7 @@ def workshop(config: SiteConfig, text: str, only: set[str] | None = None) -> Wor
         only: the runs that are needed; all without.
     """
     try:
-        plan = Plan.parse(text)
+        plan = Experiment.parse(text)
         _check(config, plan, text)
         device = building.device_of(config.device)
         runs = {k: v for k, v in plan.runs().items() if only is None or k in only}
@@ -49,7 +49,7 @@ def workshop(config: SiteConfig, text: str, only: set[str] | None = None) -> Wor
     return Workshop(config.site, benches, SiteStore(config.store, device), config.share_rows, secret=True)
 
 
-def _check(config: SiteConfig, plan: Plan, text: str) -> None:
+def _check(config: SiteConfig, plan: Experiment, text: str) -> None:
     """Whether the site's administrator lets it take part."""
     if config.site not in plan.sites:
         raise UserError(f"the experiment names the sites {', '.join(plan.sites)}; this one is {config.site!r}")
@@ -89,5 +89,5 @@ def run(grid: Grid, context: Context) -> None:
     news.addHandler(logging.StreamHandler(sys.stdout))
     news.setLevel(logging.INFO)
     news.propagate = False
-    plan, text = Plan.load(str(context.run_config["experiment"]))
+    plan, text = Experiment.load(str(context.run_config["experiment"]))
     serve(grid, plan, text, Path(str(context.run_config["out"])), resume=bool(context.run_config["resume"]))

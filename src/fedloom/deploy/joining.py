@@ -9,7 +9,7 @@ from typing import Any
 import tomli_w
 
 from fedloom.deploy.apps import workshop
-from fedloom.deploy.plan import Plan, digest
+from fedloom.deploy.plan import Experiment, digest
 from fedloom.deploy.rows import SiteConfig
 from fedloom.engines.flower import programs as named
 from fedloom.engines.flower.codes import Refusal
@@ -30,7 +30,7 @@ def set_path(config: Path, data: Path) -> None:
 
 def inspect(config: SiteConfig, experiment: Path) -> dict[str, Any]:
     """What a site has and, for each method, every tensor that would leave it, from the method's declaration."""
-    plan, text = Plan.load(experiment)
+    plan, text = Experiment.load(experiment)
     try:
         shop = workshop(config, text)
     except Refusal as refusal:

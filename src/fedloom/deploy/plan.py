@@ -24,7 +24,7 @@ _TYPES = {"float32": torch.float32, "float64": torch.float64, "uint8": torch.uin
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Inputs:
+class RowForm:
     """The form of a row, the same at every site.
 
     Args:
@@ -49,7 +49,7 @@ class Inputs:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
+class Experiment:
     """An experiment.
 
     Args:
@@ -125,34 +125,34 @@ class Plan:
     # Reading.
 
     @staticmethod
-    def of(table: Mapping[str, Any]) -> Plan:
+    def of(table: Mapping[str, Any]) -> Experiment:
         """A plan from its table, checked."""
         for key in ("name", "methods", "sites", "inputs"):
             if key not in table:
                 raise UserError(f"the experiment has no {key!r}; expected at least name, methods, sites and [inputs]")
-        return read(Plan, table, "")
+        return read(Experiment, table, "")
 
     @staticmethod
-    def parse(text: str) -> Plan:
+    def parse(text: str) -> Experiment:
         """A plan from the text of its file."""
         try:
             table = tomllib.loads(text)
         except (tomllib.TOMLDecodeError, RecursionError) as error:
             raise UserError(f"the experiment is no TOML: {error}") from None
-        return Plan.of(table)
+        return Experiment.of(table)
 
     @staticmethod
-    def load(path: str | Path) -> tuple[Plan, str]:
+    def load(path: str | Path) -> tuple[Experiment, str]:
         """A plan and its text from a file."""
         try:
             text = Path(path).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"cannot read the experiment {path}: {error}") from None
-        return Plan.parse(text), text
+        return Experiment.parse(text), text
 
-    def form(self) -> Inputs:
+    def form(self) -> RowForm:
         """The form of a row."""
-        form = read(Inputs, self.inputs, "inputs")
+        form = read(RowForm, self.inputs, "inputs")
         if not form.shape or min(form.shape) < 1:
             raise UserError(f"inputs.shape={list(form.shape)}: expected sizes of at least 1, such as [13]")
         if len(form.mean) != len(form.std):

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
-from fedloom.deploy.plan import Plan
+from fedloom.deploy.plan import Experiment
 from fedloom.deploy.project import read_consortium
 from fedloom.deploy.records import EXPERIMENT
 from fedloom.engines.flower.state import folder_name
@@ -191,7 +191,7 @@ def run(folder: Path, out: Path, *, resume: bool = False, experiment: Path | Non
     """
     facts = read_consortium(folder)
     chosen = experiment or folder / "experiment.toml"
-    plan, _ = Plan.load(chosen)
+    plan, _ = Experiment.load(chosen)
     strangers = [s for s in plan.sites if s not in facts["sites"]]
     if strangers:
         raise UserError(

@@ -13,7 +13,7 @@ from typing import Any
 import tomli_w
 
 from fedloom.deploy.keys import make_certificates, make_site_key
-from fedloom.deploy.plan import Plan
+from fedloom.deploy.plan import Experiment
 from fedloom.errors import UserError
 from fedloom.store.disk import file_name
 from fedloom.values import FORMAT, check_format
@@ -67,7 +67,7 @@ def example(sites: list[str]) -> dict[str, Any]:
 
 def init(
     folder: Path, *, experiment: Path | None, sites: list[str], host: str, port: int = 8443, inner: int = 9443
-) -> Plan:
+) -> Experiment:
     """Makes the folder of a consortium.
 
     Args:
@@ -84,9 +84,9 @@ def init(
         if not sites:
             raise UserError("name the sites with --sites a,b,c or give an experiment with --experiment FILE")
         text = tomli_w.dumps(example(sites))
-        plan = Plan.parse(text)
+        plan = Experiment.parse(text)
     else:
-        plan, text = Plan.load(experiment)
+        plan, text = Experiment.load(experiment)
     server = folder / "server"
     (server / "app").mkdir(parents=True)
     server.chmod(0o700)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from fedloom.deploy.plan import Plan, digest
+from fedloom.deploy.plan import Experiment, digest
 from fedloom.engines.flower.state import folder_name
 from fedloom.errors import UserError
 from fedloom.run import Record, Run
@@ -43,7 +43,7 @@ class RunRecords:
         return None if out is None else RunRecords(out / folder_name(key))
 
     @staticmethod
-    def experiment(out: Path | None, plan: Plan, text: str, *, resume: bool) -> str:
+    def experiment(out: Path | None, plan: Experiment, text: str, *, resume: bool) -> str:
         """The key of the sites' folders: new for a new experiment, the old one for one that goes on."""
         if out is None:
             return f"{plan.name}-{secrets.token_hex(4)}"

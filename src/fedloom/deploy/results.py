@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fedloom.comparison.statistics import interval
-from fedloom.deploy.plan import Plan
+from fedloom.deploy.plan import Experiment
 from fedloom.deploy.records import read_experiment
 from fedloom.engines.flower.state import folder_name
 from fedloom.errors import UserError
@@ -18,7 +18,7 @@ from fedloom.errors import UserError
 def read(out: Path) -> dict[str, Any]:
     """Metrics by method and site, a list over seeds."""
     try:
-        plan = Plan.parse((out / "experiment.toml").read_text(encoding="utf-8"))
+        plan = Experiment.parse((out / "experiment.toml").read_text(encoding="utf-8"))
     except OSError:
         raise UserError(f"{out} holds no experiment") from None
     read_experiment(out)

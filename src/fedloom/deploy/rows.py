@@ -24,12 +24,10 @@ import torch
 
 from fedloom import data as sets
 from fedloom.data import ClientData, Federation, Preprocess, Rows
-from fedloom.data.dataset import cut_client
-from fedloom.data.federation import check_ids
+from fedloom.data.client_data import check_ids, cut_client
 from fedloom.data.preprocessing import Preprocessing
-from fedloom.data.tables import MISSING, Table, labels, read_csv
-from fedloom.data.tables import Inputs as Columns
-from fedloom.deploy.plan import Inputs, Plan
+from fedloom.data.tables import MISSING, TableInputs, TextTable, labels, read_csv
+from fedloom.deploy.plan import Experiment, RowForm
 from fedloom.errors import UserError
 from fedloom.options import read
 
@@ -106,12 +104,12 @@ Loaded = tuple[ClientData, Preprocessing | None]
 """A site's rows as its model sees them, and what made them so."""
 
 
-def load_rows(plan: Plan, config: SiteConfig, seed: int) -> ClientData:
+def load_rows(plan: Experiment, config: SiteConfig, seed: int) -> ClientData:
     """A site's rows, checked; errors say in words what is wrong."""
     return _load(plan, config, seed)[0]
 
 
-def new_rows(plan: Plan, config: SiteConfig, seed: int, file: Path) -> torch.Tensor:
+def new_rows(plan: Experiment, config: SiteConfig, seed: int, file: Path) -> torch.Tensor:
     """Further rows of a site as its model sees them: encoded and preprocessed as its training rows were.
 
     Args:
@@ -149,7 +147,7 @@ def new_rows(plan: Plan, config: SiteConfig, seed: int, file: Path) -> torch.Ten
     return x
 
 
-def _load(plan: Plan, config: SiteConfig, seed: int) -> Loaded:
+def _load(plan: Experiment, config: SiteConfig, seed: int) -> Loaded:
     options = read(SiteData, {**plan.data, **config.data}, "data")
     chosen = options.seed if options.seed is not None else seed
     if (options.path is None) == (options.name is None):
@@ -200,7 +198,7 @@ def _arrays(site: str, path: Path, options: SiteData, seed: int) -> Loaded:
     return made[site], made.preprocessing
 
 
-def _table(site: str, table: Table, plan: Plan, options: SiteData, seed: int) -> Loaded:
+def _table(site: str, table: TextTable, plan: Experiment, options: SiteData, seed: int) -> Loaded:
     if options.label is None:
         raise UserError(
             f"{table.where}: which column is the label? Say [data] label = '...'; columns: {', '.join(table.columns)}"
@@ -214,24 +212,24 @@ def _table(site: str, table: Table, plan: Plan, options: SiteData, seed: int) ->
     return _finished(site, rows, replace(options, preprocess=_plain(steps, numbers)), seed, numbers, extra)
 
 
-def _names(table: Table, form: Inputs, steps: Preprocess, label: str | None) -> tuple[str, ...]:
+def _names(table: TextTable, form: RowForm, steps: Preprocess, label: str | None) -> tuple[str, ...]:
     """The input columns: those of the experiment, or all but the label and those that are ignored."""
     ignored = {name for name, kind in steps.types.items() if kind == "ignore"}
     return form.columns or tuple(c for c in table.columns if c != label and c not in ignored)
 
 
 def _inputs(
-    table: Table, columns: tuple[str, ...], form: Inputs, steps: Preprocess
+    table: TextTable, columns: tuple[str, ...], form: RowForm, steps: Preprocess
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The number columns of a table, and its text columns as zeros and ones."""
     _check_columns(table, columns)
     blank = MISSING | {word.lower() for word in steps.words()}
     numbers = tuple(c for c in columns if c not in form.words)
     hot = [_hot(table, c, [str(w) for w in form.words[c]], blank) for c in columns if c in form.words]
-    return torch.from_numpy(Columns(numbers, {}, blank).encode(table)), torch.cat(hot, 1) if hot else None
+    return torch.from_numpy(TableInputs(numbers, {}, blank).encode(table)), torch.cat(hot, 1) if hot else None
 
 
-def _check_columns(table: Table, columns: Iterable[str]) -> None:
+def _check_columns(table: TextTable, columns: Iterable[str]) -> None:
     missing = [c for c in columns if c not in table.columns]
     if missing:
         raise UserError(f"{table.where}: the column {missing[0]!r} is missing; columns: {', '.join(table.columns)}")
@@ -242,11 +240,11 @@ def _plain(steps: Preprocess, columns: tuple[str, ...]) -> dict[str, Any]:
     return {"impute": kept.impute, "scale": kept.scale, "missing": kept.missing, "types": kept.types, "one_hot": False}
 
 
-def _classes(plan: Plan) -> bool:
+def _classes(plan: Experiment) -> bool:
     return plan.task in ("classification", "binary", "segmentation")
 
 
-def _hot(table: Table, column: str, words: list[str], blank: frozenset[str]) -> torch.Tensor:
+def _hot(table: TextTable, column: str, words: list[str], blank: frozenset[str]) -> torch.Tensor:
     """A text column as a column of zeros and ones for each value it can take; a missing value is all zeros."""
     made = torch.zeros(len(table), len(words))
     for row, word in enumerate(table.column(column)):
@@ -259,7 +257,7 @@ def _hot(table: Table, column: str, words: list[str], blank: frozenset[str]) -> 
     return made
 
 
-def _labels(table: Table, column: str, form: Inputs, *, numeric: bool) -> torch.Tensor:
+def _labels(table: TextTable, column: str, form: RowForm, *, numeric: bool) -> torch.Tensor:
     """Labels by the classes that the experiment lists: text by name, whole numbers as they stand."""
     (values,), names = labels([table], column, numeric)
     if names is None:
@@ -299,7 +297,7 @@ def _columns(rows: Rows) -> torch.Tensor:
     return rows.x
 
 
-def _pictures(folder: Path, form: Inputs) -> Rows:
+def _pictures(folder: Path, form: RowForm) -> Rows:
     try:
         from PIL import Image
     except ImportError:

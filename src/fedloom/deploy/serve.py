@@ -20,14 +20,14 @@ from flwr.serverapp import Grid
 
 from fedloom import evaluation, rng, run, sampling, server, tree
 from fedloom.data import ClientData, Rows
-from fedloom.deploy.plan import Plan
+from fedloom.deploy.plan import Experiment
 from fedloom.deploy.records import RunRecords, show
 from fedloom.engines.flower import programs as named
 from fedloom.engines.flower.codes import words
 from fedloom.engines.flower.engine import FlowerEngine
-from fedloom.engines.flower.hub import Answers, Hub, Post
+from fedloom.engines.flower.hub import Answers, Hub, SiteTransport
 from fedloom.engines.flower.site import fingerprint, remote
-from fedloom.engines.flower.wire import Answer, Letter, Package, pack_letter
+from fedloom.engines.flower.wire import Letter, Package, SiteReply, pack_letter
 from fedloom.errors import RunError, UserError
 from fedloom.modes import CLOUD, Hybrid
 from fedloom.run import Record, Run
@@ -37,7 +37,7 @@ from fedloom.work import Site
 log = logging.getLogger("fedloom.server")
 
 
-def roll_call(post: Post, plan: Plan, text: str, experiment: str) -> dict[str, Mapping[str, Any]]:
+def roll_call(post: SiteTransport, plan: Experiment, text: str, experiment: str) -> dict[str, Mapping[str, Any]]:
     """Waits until every site of the experiment has said who it is; returns what they said."""
     found: dict[str, Mapping[str, Any]] = {}
     refused: dict[str, str] = {}
@@ -94,7 +94,7 @@ class Course:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: Experiment,
         key: str,
         hub: Hub,
         facts: Mapping[str, Mapping[str, Any]],
@@ -220,7 +220,7 @@ class Course:
     def _own(self, pending: _Pending, answers: Answers, *, pooled: bool) -> None:
         task = self.run.bound.task
         for site, answer in answers.items():
-            if isinstance(answer, Answer) and "test" in answer.judged:
+            if isinstance(answer, SiteReply) and "test" in answer.judged:
                 test = self.run.judges[site][0].test
                 assert test is not None
                 pending.own[site] = task.judge(*answer.judged["test"]) | {"n_test": len(test)}
@@ -233,7 +233,7 @@ class Course:
         self._arrived(pending)
 
     def _pooled(self, answers: Answers) -> Metrics | None:
-        parts = [a.judged["test"][0] for a in answers.values() if isinstance(a, Answer) and "test" in a.judged]
+        parts = [a.judged["test"][0] for a in answers.values() if isinstance(a, SiteReply) and "test" in a.judged]
         if not parts:
             return None
         total = parts[0]
@@ -266,7 +266,7 @@ class Course:
 
 def serve(
     grid: Grid,
-    plan: Plan,
+    plan: Experiment,
     text: str,
     out: Path | None = None,
     *,
@@ -287,7 +287,7 @@ def serve(
     """
     device = torch.device("cpu")
     key = RunRecords.experiment(out, plan, text, resume=resume) if experiment is None else experiment
-    post = Post(grid, timeout=plan.timeout, poll=poll)
+    post = SiteTransport(grid, timeout=plan.timeout, poll=poll)
     facts = roll_call(post, plan, text, key)
     log.info(
         "sites: %s", ", ".join(f"{s} ({_rows_of(facts[s], next(iter(plan.runs())))['train']} rows)" for s in plan.sites)
@@ -334,8 +334,8 @@ def _together(calls: list[Callable[[], None]]) -> None:
 class _Exchange:
     """The exchange of a deployment: a site that came back under another node is recognised first."""
 
-    post: Post
-    plan: Plan
+    post: SiteTransport
+    plan: Experiment
     text: str
     experiment: str
     _known: set[int] = field(default_factory=set)

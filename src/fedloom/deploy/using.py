@@ -7,12 +7,12 @@ from typing import Any
 
 from fedloom.clients.runner import ClientRunner
 from fedloom.deploy.apps import workshop
-from fedloom.deploy.plan import Plan
+from fedloom.deploy.plan import Experiment
 from fedloom.deploy.rows import SiteConfig, new_rows
 from fedloom.engines.flower.codes import Refusal
 from fedloom.engines.flower.site import desk_for
 from fedloom.engines.flower.state import MODEL, SiteStore, folder_name
-from fedloom.engines.flower.wire import Job
+from fedloom.engines.flower.wire import SiteJob
 from fedloom.errors import UserError
 from fedloom.work import Post
 
@@ -46,7 +46,7 @@ def site_desk(config: str | Path, experiment: str, run: str, key: str | None = N
             raise UserError(f"the experiment has no run {run!r}")
         kept = newest_model(shop.store, run, key)
         post = Post(**{k: kept[k] for k in ("leaves", "broadcast", "gate", "round", "cohort", "population")})
-        job = Job(run, kept["stage"], "own", post, kept["addressed"], base=kept["base"])
+        job = SiteJob(run, kept["stage"], "own", post, kept["addressed"], base=kept["base"])
         bench = shop.benches[run]
         desk = desk_for(bench, job, shop.store.load(kept["experiment"], run, kept["base"]))
     except Refusal as refusal:
@@ -64,7 +64,7 @@ def predict(config: Path, experiment: Path, run: str, file: Path) -> list[list[f
         run: the method (and seed, where there are several).
         file: a CSV with the input columns, or an npz file with x, as the site's own rows are before preprocessing.
     """
-    plan, text = Plan.load(experiment)
+    plan, text = Experiment.load(experiment)
     if run not in plan.runs():
         raise UserError(f"the experiment has no run {run!r}; it has {', '.join(map(repr, plan.runs()))}")
     x = new_rows(plan, SiteConfig.load(config), plan.runs()[run][1], file)

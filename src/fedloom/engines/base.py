@@ -2,12 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from fedloom.bound import Bound
 from fedloom.slots import Program
-from fedloom.work import Participant, Post, Reply, Work
+from fedloom.work import Participant, Post, Reply, Site, Work
+
+
+class Problem(Protocol):
+    """The parts of a run that an engine may read before it begins: methods, options and rows, no rounds.
+
+    :class:`fedloom.run.Run` is one.
+    """
+
+    @property
+    def bound(self) -> Bound:
+        """The bound method of the first rounds."""
+
+    @property
+    def later(self) -> Mapping[int, Bound]:
+        """The bound methods that follow, by the round after which each begins."""
+
+    @property
+    def work(self) -> Work:
+        """The options of the clients' work."""
+
+    @property
+    def sites(self) -> Mapping[str, Site]:
+        """The clients with their rows."""
 
 
 class Engine(Protocol):

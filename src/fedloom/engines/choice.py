@@ -32,7 +32,7 @@ _SERIAL = ("Conv", "LSTM", "GRU", "RNN", "Attention", "Transformer")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
+class EnginePlan:
     """What was resolved, for the run's record.
 
     Args:
@@ -70,7 +70,7 @@ def step_flops(structure: Structure, rows: int) -> float:
     return 6.0 * rows * total
 
 
-def choose(structure: Structure, device: str, cohort: int, rows: int, steps: int, cpus: int) -> Plan:
+def choose(structure: Structure, device: str, cohort: int, rows: int, steps: int, cpus: int) -> EnginePlan:
     """The plan of ``engine="auto"``: a pure function of its arguments.
 
     Args:
@@ -83,20 +83,22 @@ def choose(structure: Structure, device: str, cohort: int, rows: int, steps: int
     """
     if device == "cuda":
         why = "many clients at once" if cohort > 1 else "captured steps"
-        return Plan(engine="vectorised", why=f"a GPU is busy only with {why}")
+        return EnginePlan(engine="vectorised", why=f"a GPU is busy only with {why}")
     if cohort < 2:
-        return Plan(engine="loop", why="one client at a time")
+        return EnginePlan(engine="loop", why="one client at a time")
     flops = step_flops(structure, rows)
     serial = [c.kind for c in structure.calls if any(word in c.kind for word in _SERIAL)]
     if not serial and flops <= DENSE_FLOPS:
         if steps * cohort < LEAST_STEPS:
-            return Plan(engine="loop", why=f"{steps * cohort} steps in all: nothing else pays")
+            return EnginePlan(engine="loop", why=f"{steps * cohort} steps in all: nothing else pays")
         kind: Literal["auto", "compiled"] = "compiled" if steps >= COMPILE_STEPS else "auto"
-        return Plan(engine="vectorised", step=kind, why=f"small dense network ({flops:.1g} operations a step)")
+        return EnginePlan(engine="vectorised", step=kind, why=f"small dense network ({flops:.1g} operations a step)")
     if cpus > 1 and flops * steps * cohort >= WORKER_FLOPS:
         what = f"{serial[0]} layers" if serial else f"{flops:.1g} operations a step"
-        return Plan(engine="loop", workers=min(cpus, cohort), single=True, why=f"{what}: one process per processor")
-    return Plan(engine="loop", why="the network is large or has convolutions, the run is short")
+        return EnginePlan(
+            engine="loop", workers=min(cpus, cohort), single=True, why=f"{what}: one process per processor"
+        )
+    return EnginePlan(engine="loop", why="the network is large or has convolutions, the run is short")
 
 
 def planned_steps(run: Run) -> int:
@@ -118,7 +120,7 @@ def resolve(
     workers: int = 0,
     head: str | None = None,
     saved: Mapping[str, Any] | None = None,
-) -> tuple[Engine, Plan]:
+) -> tuple[Engine, EnginePlan]:
     """The engine of a run, and the plan to be recorded.
 
     Args:
@@ -132,15 +134,17 @@ def resolve(
         NotVectorisable: ``"vectorised"`` was asked for by name, and the model or the method cannot be.
     """
     if not isinstance(engine, str):
-        return engine, Plan(engine="loop", why=f"an engine of one's own: {getattr(engine, 'name', '')}")
+        return engine, EnginePlan(engine="loop", why=f"an engine of one's own: {getattr(engine, 'name', '')}")
     if engine not in ("auto", "loop", "vectorised", "flower"):
         raise UserError(f"engine={engine!r}: expected auto, loop, vectorised or flower")
     if engine == "flower":
         from fedloom.engines.flower import LocalEngine
 
-        return LocalEngine(), Plan(engine="loop", why="every client a site in this process, through Flower's messages")
+        return LocalEngine(), EnginePlan(
+            engine="loop", why="every client a site in this process, through Flower's messages"
+        )
     if saved is not None:
-        return _again(run, Plan(**saved), head, asked=engine == "vectorised")
+        return _again(run, EnginePlan(**saved), head, asked=engine == "vectorised")
     if workers and engine == "vectorised":
         raise UserError(f"workers={workers} is an option of engine='loop'; the vectorised engine has none")
     device = next(iter(run.state.leaves.values())).device.type
@@ -151,9 +155,9 @@ def resolve(
     if engine == "auto" and not workers:
         plan = choose(run.bound.structure, device, run.size, batch, planned_steps(run), processors())
     elif engine == "vectorised":
-        plan = Plan(engine="vectorised", why="asked for")
+        plan = EnginePlan(engine="vectorised", why="asked for")
     else:
-        plan = Plan(engine="loop", workers=workers, single=workers > 0, why="asked for")
+        plan = EnginePlan(engine="loop", workers=workers, single=workers > 0, why="asked for")
     if plan.engine == "vectorised":
         return _vectorised(run, plan, rows, device, asked=engine == "vectorised")
     if plan.workers:
@@ -161,7 +165,7 @@ def resolve(
     return LoopEngine(single=plan.single), plan
 
 
-def _again(run: Run, plan: Plan, head: str | None, *, asked: bool) -> tuple[Engine, Plan]:
+def _again(run: Run, plan: EnginePlan, head: str | None, *, asked: bool) -> tuple[Engine, EnginePlan]:
     """The engine of a plan that was resolved before."""
     if plan.engine == "vectorised":
         wave, otherwise = plan.halved or None, _refuse if asked else _take_over
@@ -169,16 +173,16 @@ def _again(run: Run, plan: Plan, head: str | None, *, asked: bool) -> tuple[Engi
     return (WorkersEngine(run, plan.workers, head=head) if plan.workers else LoopEngine(single=plan.single)), plan
 
 
-def _vectorised(run: Run, plan: Plan, rows: int, device: str, *, asked: bool) -> tuple[Engine, Plan]:
+def _vectorised(run: Run, plan: EnginePlan, rows: int, device: str, *, asked: bool) -> tuple[Engine, EnginePlan]:
     verdict = probe(run)
     if not verdict.possible:
         if asked:
             raise NotVectorisable(f"engine='vectorised': {verdict.why}; engine='loop' runs it")
-        return LoopEngine(), Plan(engine="loop", why=f"loop, because {verdict.why}")
+        return LoopEngine(), EnginePlan(engine="loop", why=f"loop, because {verdict.why}")
     wave = min(run.size, wave_size(run.bound, run.work, rows, device))
     why = "; ".join(w for w in (plan.why, verdict.why) if w)
     step = "auto" if wave < run.size else plan.step
-    plan = Plan(engine="vectorised", step=step, wave=wave, why=why)
+    plan = EnginePlan(engine="vectorised", step=step, wave=wave, why=why)
     otherwise = _refuse if asked else _take_over
     return VectorisedEngine(step=step, otherwise=otherwise), plan
 

@@ -7,7 +7,7 @@ import hashlib
 import types
 from collections.abc import Callable
 from multiprocessing.reduction import ForkingPickler
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,12 +17,10 @@ from fedloom import expr, network, tasks
 from fedloom.bound import Bound, bind
 from fedloom.data import Rows
 from fedloom.data.augment import Augment
+from fedloom.engines.base import Problem
 from fedloom.errors import UserError
 from fedloom.record import Method
 from fedloom.slots import Judge, Program, Receive
-
-if TYPE_CHECKING:
-    from fedloom.run import Run
 
 _PROGRAMS = ("setup", "round", "adapt")
 
@@ -110,7 +108,7 @@ def decoded(steps: Any, bound: Bound) -> Program:
 # Model and method.
 
 
-def parcel(run: Run, head: str | None) -> Parcel:
+def parcel(run: Problem, head: str | None) -> Parcel:
     """What a worker needs to rebuild a run's model and method.
 
     Raises:

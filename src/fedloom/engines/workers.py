@@ -15,21 +15,18 @@ import weakref
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from fedloom import errors
 from fedloom.bound import Bound
 from fedloom.engines import shipping
-from fedloom.engines.base import Engine
+from fedloom.engines.base import Engine, Problem
 from fedloom.engines.loop import LoopEngine
 from fedloom.errors import RunError
 from fedloom.slots import Program
 from fedloom.work import Participant, Post, Reply, Work
-
-if TYPE_CHECKING:
-    from fedloom.run import Run
 
 PATIENCE = 120.0
 """Seconds that a worker has to start."""
@@ -46,7 +43,7 @@ class WorkersEngine(Engine):
 
     name = "loop"
 
-    def __init__(self, run: Run, count: int, *, head: str | None = None) -> None:
+    def __init__(self, run: Problem, count: int, *, head: str | None = None) -> None:
         self.count, self.events = count, list[str]()
         self._bounds = [run.bound, *run.later.values()]
         self._local = LoopEngine(single=True)

@@ -13,8 +13,8 @@ from fedloom.plugins.prototypes import class_sweep, pooled, pull, with_prototype
 from fedloom.record import Method
 from fedloom.reducers import stack
 from fedloom.registry import recipe
-from fedloom.slots import Pattern, Phase, Prepare, Prepared, Receive, Rule, Send, ServerStage, Stage, Term
-from fedloom.structure import LeafInfo, matches
+from fedloom.slots import Phase, Prepare, Prepared, Receive, Rule, Send, ServerStage, Stage, Term
+from fedloom.structure import LeafInfo, Pattern, matches
 from fedloom.types import Batch, Cohort, Facts, Leaves, Message, Seen
 from fedloom.view import View
 

@@ -11,8 +11,8 @@ from fedloom.methods.averaging import fedavg
 from fedloom.optim import sgd
 from fedloom.record import Method
 from fedloom.registry import recipe
-from fedloom.slots import Extra, Pattern, Phase, Receive, Sampler, Send, Stage
-from fedloom.structure import Structure, matches
+from fedloom.slots import Extra, Phase, Receive, Sampler, Send, Stage
+from fedloom.structure import Pattern, Structure, matches
 from fedloom.types import Facts, Leaves, Message, Seen
 
 OWNER = "fedala"

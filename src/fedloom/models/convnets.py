@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from fedloom.models.layers import Network, Norm, make_norm, positive
+from fedloom.models.layers import Norm, TappableNetwork, make_norm, positive
 
 
 class ConvBlock(nn.Sequential):
@@ -18,7 +18,7 @@ class ConvBlock(nn.Sequential):
         self.pool = nn.MaxPool2d(2)
 
 
-class ConvNet(Network):
+class ConvNet(TappableNetwork):
     """Convolution blocks of one width; the head reads the mean over space of the last.
 
     Args:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from fedloom.models.layers import ConvNorm, Network, Norm, flag, he_normal_, positive
+from fedloom.models.layers import ConvNorm, Norm, TappableNetwork, flag, he_normal_, positive
 from fedloom.models.resnets import BasicBlock
 from fedloom.resizing import resized
 
@@ -49,7 +49,7 @@ class LowLevelConcat(nn.Module):
         return torch.cat([resized(high, low.shape[-2:]), self.reduce(low)], 1)
 
 
-class DeepLabV3Plus(Network):
+class DeepLabV3Plus(TappableNetwork):
     """ResNet-18 at output stride 16, ASPP, and a decoder that joins the first stage's features."""
 
     def __init__(self, num_classes: int, in_channels: int, norm: Norm, separable: bool) -> None:

@@ -14,7 +14,7 @@ Norm = Literal["bn_batch", "bn_track", "gn", "none"]
 NORMS: tuple[Norm, ...] = ("bn_batch", "bn_track", "gn", "none")
 
 
-class Network(nn.Module):
+class TappableNetwork(nn.Module):
     """A module that says where its intermediate features are.
 
     Attributes:

@@ -8,10 +8,10 @@ from itertools import pairwise
 from torch import Tensor, nn
 
 from fedloom.errors import UserError
-from fedloom.models.layers import Network, Norm, make_norm, positive, positives
+from fedloom.models.layers import Norm, TappableNetwork, make_norm, positive, positives
 
 
-class MLP(Network):
+class MLP(TappableNetwork):
     """Linear layers with ReLU between them; inputs of any shape are flattened to [B, in_features]."""
 
     def __init__(

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from fedloom.errors import UserError
-from fedloom.models.layers import Network, Norm, image_extent, make_norm, positive, probability
+from fedloom.models.layers import Norm, TappableNetwork, image_extent, make_norm, positive, probability
 
 
 class Conv(NamedTuple):
@@ -20,7 +20,7 @@ class Conv(NamedTuple):
     stride: int = 1
 
 
-class PlainCNN(Network):
+class PlainCNN(TappableNetwork):
     """Stages of convolutions that end in max pooling, then linear layers, all with ReLU.
 
     Args:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedloom.errors import UserError
-from fedloom.models.layers import ConvNorm, Network, Norm, choice, positive, positives
+from fedloom.models.layers import ConvNorm, Norm, TappableNetwork, choice, positive, positives
 
 Shortcut = Literal["projection", "pad"]
 
@@ -64,7 +64,7 @@ class BasicBlock(nn.Module):
         return y
 
 
-class ResNet(Network):
+class ResNet(TappableNetwork):
     """A 3x3 stem, stages of basic blocks (all but the first halve the map), pooling, linear layers.
 
     Args:

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedloom.models.layers import ConvNorm, Network, Norm, positive, probability
+from fedloom.models.layers import ConvNorm, Norm, TappableNetwork, positive, probability
 from fedloom.models.mobile import (
     Row,
     TokenBlock,
@@ -91,7 +91,7 @@ class Fusion(nn.Module):
         return y
 
 
-class SeaFormer(Network):
+class SeaFormer(TappableNetwork):
     """Five convolution stages, transformers after the last two, fusion with the stride-8 features.
 
     Args:

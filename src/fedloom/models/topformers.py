@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedloom.models.layers import ConvNorm, Network, Norm, flag, positive, probability
+from fedloom.models.layers import ConvNorm, Norm, TappableNetwork, flag, positive, probability
 from fedloom.models.mobile import (
     Row,
     TokenBlock,
@@ -93,7 +93,7 @@ class Injection(nn.Module):
         return y
 
 
-class TopFormer(Network):
+class TopFormer(TappableNetwork):
     """The token pyramid transformer with its simple head.
 
     Args:

@@ -41,7 +41,7 @@ _CHOICES = {
 
 
 @dataclass(slots=True)
-class Plan:
+class AimsOptions:
     """Hyper-parameters of ``aims``, and the blocks that a model has."""
 
     mu: float
@@ -146,7 +146,7 @@ def aims(
     if adaptive and (full or lam is not None or aux_ce != "head"):
         raise UserError("aims: weights='adaptive' goes with supervise='sampled', aux_ce='head' and without lam")
     shares = None if alpha is None else _sum_to_one(alpha)
-    plan = Plan(mu, lam, shares, full, prototypes == "blockwise", aux_ce, reduction == "sum_dim", adaptive)
+    plan = AimsOptions(mu, lam, shares, full, prototypes == "blockwise", aux_ce, reduction == "sum_dim", adaptive)
 
     def apply(method: Method) -> Method:
         if "delta" not in method.reducers():
@@ -189,11 +189,11 @@ def _sum_to_one(alpha: Sequence[float]) -> tuple[float, ...]:
     return tuple(float(a) for a in alpha)
 
 
-def _any(plan: Plan, structure: Structure) -> bool:
+def _any(plan: AimsOptions, structure: Structure) -> bool:
     return plan.mu > 0 or (bool(plan.taps(structure)) and plan.aux_ce != "none")
 
 
-def _weighted(term: Term, plan: Plan, names: set[str]) -> tuple[Term, ...]:
+def _weighted(term: Term, plan: AimsOptions, names: set[str]) -> tuple[Term, ...]:
     """The data term times the weight of the main task in the phases of a round, as it is elsewhere; others stay."""
     if term.role != "data":
         return (term,)
@@ -211,7 +211,7 @@ def _weighted(term: Term, plan: Plan, names: set[str]) -> tuple[Term, ...]:
     )
 
 
-def _width(plan: Plan, structure: Structure) -> int:
+def _width(plan: AimsOptions, structure: Structure) -> int:
     if structure.feature is None:
         raise UserError("aims: the model's head was not found; name it with head='...'")
     return structure.feature + (sum(t.channels for t in plan.taps(structure)) if plan.blockwise else 0)
@@ -222,13 +222,13 @@ def _u(view: View, tap: Tap) -> Tensor:
     return pooled(view.feature(tap.name), tap.axis)
 
 
-def _features(plan: Plan, view: View) -> Tensor:
+def _features(plan: AimsOptions, view: View) -> Tensor:
     """What prototypes are means of: z, with ``blockwise`` behind the features of the other blocks."""
     parts = [_u(view, tap) for tap in plan.taps(view.structure)] if plan.blockwise else []
     return torch.cat([*parts, pooled(view.z)], 1)
 
 
-def _supervision(plan: Plan, view: View, batch: Batch, seen: Seen) -> Tensor:
+def _supervision(plan: AimsOptions, view: View, batch: Batch, seen: Seen) -> Tensor:
     """``lambda mu R^m + sum_j weight_j A^j`` over the blocks that this client supervises."""
     structure = view.structure
     taps = plan.taps(structure)
@@ -272,7 +272,7 @@ def _times(weight: float | Tensor, value: Tensor) -> Tensor:
     return value if isinstance(weight, float) and weight == 1 else weight * value
 
 
-def _active(plan: Plan, structure: Structure, seen: Seen) -> Sequence[int]:
+def _active(plan: AimsOptions, structure: Structure, seen: Seen) -> Sequence[int]:
     """The blocks whose tasks are computed: all, or the client's own; those of a whole wave where clients run side by side."""
     if plan.full or seen.key == EACH:
         return range(1, len(plan.taps(structure)) + 1)
@@ -288,7 +288,7 @@ def _own(tasks: Sequence[Tensor], seen: Seen) -> Tensor:
     return torch.where(block_of(seen) == numbers, values, torch.zeros_like(values)).sum()
 
 
-def _lambda(plan: Plan, view: View, seen: Seen) -> float | Tensor:
+def _lambda(plan: AimsOptions, view: View, seen: Seen) -> float | Tensor:
     """Weight of the main task: as given, or ``CE^b / (CE + CE^b)`` of this batch."""
     if not plan.adaptive:
         return plan.main(view.structure)
@@ -308,7 +308,7 @@ def _head_loss(view: View, u: Tensor, j: int, centres: tuple[Tensor, Tensor] | N
     return loss if centres is None else loss + mu * pull(u, view.batch, *centres)
 
 
-def _distance(plan: Plan, u: Tensor, batch: Batch, centres: Tensor, known: Tensor) -> Tensor:
+def _distance(plan: AimsOptions, u: Tensor, batch: Batch, centres: Tensor, known: Tensor) -> Tensor:
     value = pull(u, batch, centres, known)
     return value * u.shape[1] if plan.sum_dim else value
 
@@ -321,7 +321,7 @@ def _nearest(u: Tensor, batch: Batch, centres: Tensor, known: Tensor) -> Tensor:
     return batch.mean(known[y] * ops.cross_entropies(logits, y))
 
 
-def _adapter(leaves: Leaves, j: int, centres: Tensor, plan: Plan) -> Tensor:
+def _adapter(leaves: Leaves, j: int, centres: Tensor, plan: AimsOptions) -> Tensor:
     """``sigma^j(c) = W2 relu(W1 c + b1) + b2`` for every class."""
     if not plan.adapts:
         return centres
@@ -329,7 +329,7 @@ def _adapter(leaves: Leaves, j: int, centres: Tensor, plan: Plan) -> Tensor:
     return ops.linear(F.relu(ops.linear(centres, *first)), *last)
 
 
-def _build(plan: Plan, structure: Structure, generator: np.random.Generator) -> Leaves:
+def _build(plan: AimsOptions, structure: Structure, generator: np.random.Generator) -> Leaves:
     """Adapters and auxiliary heads of the blocks 1 .. m-1, initialised as torch initialises linear layers."""
     made: Leaves = {}
 

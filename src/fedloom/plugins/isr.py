@@ -27,7 +27,7 @@ OWNER = "isr"
 Weights = float | tuple[float, ...]
 
 
-class Plan:
+class IsrOptions:
     """Hyper-parameters of ``isr``, and the taps and weights that follow from them for a model."""
 
     def __init__(
@@ -153,7 +153,7 @@ def isr(
     """
     names = (points,) if isinstance(points, str) else points
     chosen = names if names is None or isinstance(names, int) else tuple(names)
-    plan = Plan(chosen, spacing, position, alpha, lam, weights)
+    plan = IsrOptions(chosen, spacing, position, alpha, lam, weights)
     if adapters not in ("shared", "personal"):
         raise UserError(f"isr: adapters={adapters!r}; expected 'shared' or 'personal'")
 
@@ -169,7 +169,7 @@ def isr(
     return apply
 
 
-def _term(plan: Plan, i: int, method: Method) -> Term:
+def _term(plan: IsrOptions, i: int, method: Method) -> Term:
     """``alpha_m MI_m + lambda_m NE_m`` of the tap i; an owner of its own lets phases leave single taps out."""
     alpha, lam = plan.weights(i)
     owner = f"{OWNER}.{i + 1}"
@@ -222,7 +222,7 @@ def _trains(phase: Phase, structure: Structure, tap: str) -> bool:
     return any(leaf.name in before and matches(phase.leaves, leaf) for leaf in structure.leaves)
 
 
-def _adapters(plan: Plan, method: Method, structure: Structure, generator: np.random.Generator) -> Leaves:
+def _adapters(plan: IsrOptions, method: Method, structure: Structure, generator: np.random.Generator) -> Leaves:
     """An adapter per supervised tap, initialised as torch initialises a linear layer."""
     taps = plan.taps(structure)
     if plan.wanted is None and len(taps) < places.POINTS:

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from fedloom.comparison.record import Comparison
-from fedloom.reports.reading import Run
+from fedloom.reports.reading import RunData
 from fedloom.store.folder import flat
 
 HUES = 8
@@ -45,7 +45,7 @@ class Series:
     """
 
     label: str
-    runs: list[Run]
+    runs: list[RunData]
     index: int = 0
     hue: int = 0
 
@@ -93,7 +93,7 @@ class Book:
         tsne: whether rows are also drawn by t-SNE, which takes a few seconds.
     """
 
-    runs: list[Run]
+    runs: list[RunData]
     comparisons: list[Comparison] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     title: str = ""
@@ -112,7 +112,7 @@ class Book:
     @cached_property
     def series(self) -> list[Series]:
         """The runs in groups, in the order in which they were given."""
-        groups: dict[tuple[Any, ...], list[Run]] = {}
+        groups: dict[tuple[Any, ...], list[RunData]] = {}
         for run in self.runs:
             groups.setdefault((run.method, run.setting, run.mode, *_settings(run)), []).append(run)
         keys = list(groups)
@@ -134,7 +134,7 @@ class Book:
         there = [(s.mean * self.sign, -s.index, s) for s in self.series if s.mean is not None]
         return [s for _, _, s in sorted(there, key=lambda t: t[:2], reverse=True)]
 
-    def alone(self, run: Run) -> Run | None:
+    def alone(self, run: RunData) -> RunData | None:
         """The run of local training on the same rows, of the same seed where there is one."""
         found = [r for s in self.series if s.local for r in s.runs if r.data == run.data and r is not run]
         found.sort(key=lambda r: r.seed != run.seed)
@@ -165,7 +165,7 @@ class Book:
                 found.setdefault(self.named(run, client), []).append(value)
         return found
 
-    def named(self, run: Run, client: str) -> str:
+    def named(self, run: RunData, client: str) -> str:
         """A client's name, with what tells its federation from others where the runs are of several."""
         tag = self.federations[run.data]
         return f"{client} ({tag})" if tag else client
@@ -192,7 +192,7 @@ def _natural(table: dict[str, Any]) -> bool:
     return str(table.get("partition", "")).startswith("natural") or "path" in table
 
 
-def _settings(run: Run) -> tuple[tuple[str, str], ...]:
+def _settings(run: RunData) -> tuple[tuple[str, str], ...]:
     """What makes a run's series, as sorted pairs."""
     found = flat(run.config)
     return tuple((k, str(v)) for k, v in sorted(found.items()) if k not in _ASIDE and not k.startswith(_ASIDE_TABLES))

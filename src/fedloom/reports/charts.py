@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from fedloom.reports.svg import CHARACTER, Drawing, Scale, number, short, size, spanned, spread
+from fedloom.reports.svg import CHARACTER, Axis, Drawing, number, short, size, spanned, spread
 
 WIDTH = 560.0
 """Of a drawing that takes half of the page."""
@@ -61,8 +61,8 @@ def curves(
     xs = [v for c in lines for v in c.x]
     ys = [v for c in lines for v in [*c.y, *c.low, *c.high]]
     low, high = (min(xs), max(xs)) if xs else (0.0, 1.0)
-    x = Scale(low, high, left, width - right) if high > low else Scale(low - 0.5, low + 0.5, left, width - right)
-    y = Scale(*spanned(ys, zero=zero or zero_line), bottom, top)
+    x = Axis(low, high, left, width - right) if high > low else Axis(low - 0.5, low + 0.5, left, width - right)
+    y = Axis(*spanned(ys, zero=zero or zero_line), bottom, top)
     drawing.y_axis(y, left, width - right, y_title)
     if zero_line:
         drawing.line(left, y.at(0), width - right, y.at(0), "axis")
@@ -101,7 +101,7 @@ def curves(
     return drawing
 
 
-def _at(x: Scale, y: Scale, xs: Sequence[float], ys: Sequence[float]) -> list[tuple[float, float]]:
+def _at(x: Axis, y: Axis, xs: Sequence[float], ys: Sequence[float]) -> list[tuple[float, float]]:
     return [(x.at(a), y.at(b)) for a, b in zip(xs, ys, strict=True)]
 
 
@@ -125,7 +125,7 @@ def strips(rows: Sequence[Strip], *, label: str, title: str, width: float = WIDT
     step, top = 34.0, 12.0
     height = top + step * len(rows) + 44
     drawing = Drawing(width, height, label, "chart strips")
-    x = Scale(*spanned([v for r in rows for v in r.values.values()], margin=0.03), left, width - 16)
+    x = Axis(*spanned([v for r in rows for v in r.values.values()], margin=0.03), left, width - 16)
     for value in x.ticks(6):
         drawing.line(x.at(value), top, x.at(value), height - 44, "rule")
     drawing.x_axis(x, height - 44, title)
@@ -173,7 +173,7 @@ def gains(
     left, top, height = 46.0, 24.0, 190.0
     bottom = height - (34 if names else 26)
     drawing = Drawing(width, height, label, "chart gains")
-    y = Scale(*spanned(span or [v for _, v in ordered], zero=True), bottom, top)
+    y = Axis(*spanned(span or [v for _, v in ordered], zero=True), bottom, top)
     drawing.y_axis(y, left, width - 8, title, 4)
     step = (width - 8 - left) / max(1, len(ordered))
     zero = y.at(0)
@@ -213,7 +213,7 @@ def shares(
     step = min(56.0, (width - left - 10) / max(1, len(rows)))
     right = left + step * len(rows)
     totals = [sum(values) for _, values in rows]
-    y = Scale(0, max([*totals, 1]) * 1.05, top + bars, top)
+    y = Axis(0, max([*totals, 1]) * 1.05, top + bars, top)
     drawing.y_axis(y, left, right, unit, 2)
     gap = 1.0 if step > 6 else 0.0
     for i, (client, values) in enumerate(rows):
@@ -296,7 +296,7 @@ def bars(
     height = top + step * len(rows) + 26
     drawing = Drawing(width, height, label, "chart bars")
     most = max([sum(v for _, _, v in parts) for _, parts in rows] or [1.0]) or 1.0
-    x = Scale(0, most, left, width - 84)
+    x = Axis(0, most, left, width - 84)
     for i, (name, parts) in enumerate(rows):
         y = top + i * step
         drawing.text(left - 8, y + 16, short(name, 30), "name", "end")

@@ -31,7 +31,7 @@ DEPTH = 3
 
 
 @dataclass(eq=False)
-class Run:
+class RunData:
     """One run, as far as it got.
 
     Args:
@@ -132,13 +132,13 @@ def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def collect(sources: Iterable[Source]) -> tuple[list[Run], list[Comparison], list[str]]:
+def collect(sources: Iterable[Source]) -> tuple[list[RunData], list[Comparison], list[str]]:
     """The runs behind folders, results and comparisons; the comparisons; and what could not be read.
 
     Raises:
         UserError: a source that holds no run, or nothing but runs without a round.
     """
-    runs: list[Run] = []
+    runs: list[RunData] = []
     made: list[Comparison] = []
     notes: list[str] = []
     for source in sources:
@@ -205,7 +205,7 @@ def _below(place: Path) -> list[Path]:
     return found
 
 
-def _tried(path: Path, notes: list[str], name: str = "", setting: str = "") -> list[Run]:
+def _tried(path: Path, notes: list[str], name: str = "", setting: str = "") -> list[RunData]:
     """A run among others: one that cannot be read is left out and noted."""
     try:
         return [of_folder(path, name, setting)]
@@ -214,25 +214,25 @@ def _tried(path: Path, notes: list[str], name: str = "", setting: str = "") -> l
         return []
 
 
-def of_result(result: Result) -> Run:
+def of_result(result: Result) -> RunData:
     """A run that is at hand."""
     if result.path is not None and (result.path / RUN).is_file():
         return of_folder(result.path)
     rows = [c.row() for c in result.clients.values()]
-    return Run(result.config, list(result.history), rows, notes=result.notes)
+    return RunData(result.config, list(result.history), rows, notes=result.notes)
 
 
-def deployed(place: Path) -> list[Run]:
+def deployed(place: Path) -> list[RunData]:
     """The runs of an experiment of real sites."""
     try:
-        from fedloom.deploy.plan import Plan
+        from fedloom.deploy.plan import Experiment
         from fedloom.deploy.records import read_experiment
         from fedloom.engines.flower.state import folder_name
     except ImportError:
         raise UserError(f'{place} is of real sites; to read it: pip install "fedloom[flower]"') from None
     read_experiment(place)
     text = read(place / "experiment.toml").decode("utf-8", "replace")
-    plan, shared = Plan.parse(text), tomllib.loads(text)
+    plan, shared = Experiment.parse(text), tomllib.loads(text)
     task = tasks.named(plan.task)
     resolved = {"primary": task.primary, "higher_is_better": task.higher_is_better, "clients": len(plan.sites)}
     runs = []
@@ -245,7 +245,7 @@ def deployed(place: Path) -> list[Run]:
     return runs
 
 
-def of_folder(path: Path, name: str = "", setting: str = "", config: Table | None = None) -> Run:
+def of_folder(path: Path, name: str = "", setting: str = "", config: Table | None = None) -> RunData:
     """A run from its folder, as far as it got.
 
     Raises:
@@ -274,7 +274,7 @@ def of_folder(path: Path, name: str = "", setting: str = "", config: Table | Non
     if not finished and history:
         planned = config.get("rounds", "?")
         notes.append(f"not finished: {len(history)} of {planned} rounds; clients are shown as of the last evaluation")
-    return Run(config, history, rows, curves, _sketch(path), path, name, setting, finished, tuple(notes))
+    return RunData(config, history, rows, curves, _sketch(path), path, name, setting, finished, tuple(notes))
 
 
 def _primary(config: Mapping[str, Any]) -> str:
@@ -309,4 +309,4 @@ def _sketch(path: Path) -> Table:
     return found if isinstance(found, dict) and found.get("clients") else {}
 
 
-__all__ = ["CURVES", "Run", "Source", "collect", "of_folder", "of_result"]
+__all__ = ["CURVES", "RunData", "Source", "collect", "of_folder", "of_result"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fedloom.reports.svg import CHARACTER, Drawing, Scale, spanned
+from fedloom.reports.svg import CHARACTER, Axis, Drawing, spanned
 
 WIDTH = 560.0
 """Of a drawing that takes half of the page."""
@@ -38,8 +38,8 @@ def scatter(
     """Points, with texts beside those that have one; without axes where their numbers say nothing."""
     drawing = Drawing(width, height, label, "chart scatter")
     left, top, bottom = (16.0, 14.0, height - 26) if bare else (52.0, 30.0, height - 40)
-    x = Scale(*spanned([d.x for d in dots], margin=0.08), left, width - 16)
-    y = Scale(*spanned([d.y for d in dots], margin=0.08), bottom, top)
+    x = Axis(*spanned([d.x for d in dots], margin=0.08), left, width - 16)
+    y = Axis(*spanned([d.y for d in dots], margin=0.08), bottom, top)
     if bare:
         drawing.rect(left, top, width - 16 - left, bottom - top, "frame")
         drawing.text(width / 2, height - 8, x_title, "label", "middle")

@@ -14,11 +14,11 @@ CHARACTER = 6.1
 
 
 @dataclass(frozen=True, slots=True)
-class Scale:
+class Axis:
     """Numbers onto positions: ``[low, high]`` onto ``[start, end]``.
 
     Example:
-        >>> Scale(0, 10, 100, 200).at(5)
+        >>> Axis(0, 10, 100, 200).at(5)
         150.0
     """
 
@@ -197,7 +197,7 @@ class Drawing:
         """Closes a group."""
         self.add("</g>")
 
-    def x_axis(self, scale: Scale, y: float, title: str, *, whole: bool = False, wanted: int = 6) -> None:
+    def x_axis(self, scale: Axis, y: float, title: str, *, whole: bool = False, wanted: int = 6) -> None:
         """An axis below; of whole numbers only, if asked."""
         at = ticks(scale.low, scale.high, wanted, whole=whole)
         self.line(scale.start, y, scale.end, y, "axis")
@@ -205,7 +205,7 @@ class Drawing:
             self.text(scale.at(value), y + 15, said, "tick", "middle")
         self.text((scale.start + scale.end) / 2, y + 32, title, "label", "middle")
 
-    def y_axis(self, scale: Scale, left: float, right: float, title: str, wanted: int = 5) -> None:
+    def y_axis(self, scale: Axis, left: float, right: float, title: str, wanted: int = 5) -> None:
         """An axis on the left, with a grid across."""
         at = scale.ticks(wanted)
         for value, said in zip(at, marks(at), strict=True):

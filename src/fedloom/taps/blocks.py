@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fedloom.errors import UserError
 from fedloom.structure import Structure
-from fedloom.taps.points import Tap, Trace, layer_outputs, named
+from fedloom.taps.points import ForwardTrace, Tap, layer_outputs, named
 
 
 def blocks(structure: Structure) -> tuple[Tap, ...]:
@@ -19,14 +19,14 @@ def blocks(structure: Structure) -> tuple[Tap, ...]:
         raise UserError("aims: the model's head was not found; name it with head='...'")
     if structure.blocks:
         return tuple(named(structure, name, "model") for name in structure.blocks[:-1])
-    trace = Trace(structure)
+    trace = ForwardTrace(structure)
     ends = _segments(trace)
     if ends is None:
         return tuple(layer_outputs(trace)[:-1])
     return tuple(trace.tap(at, "segment") for at in ends)
 
 
-def _segments(trace: Trace) -> list[int] | None:
+def _segments(trace: ForwardTrace) -> list[int] | None:
     """Ends of the segments but the last; None for networks without maps."""
     if not any(len(c.shape) > 2 and trace.size(at) > 1 for at, c in enumerate(trace.calls)):
         return None

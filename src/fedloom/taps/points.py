@@ -51,7 +51,7 @@ class Tap:
         return math.prod(self.shape[1:]) // self.channels
 
 
-class Trace:
+class ForwardTrace:
     """The calls of a forward pass up to the head, with what the rules below ask of them."""
 
     def __init__(self, structure: Structure) -> None:
@@ -123,7 +123,7 @@ def candidates(structure: Structure, points: int = POINTS) -> tuple[Tap, ...]:
 
     Reference: OmniISR, section 3.1.1.
     """
-    trace = Trace(structure)
+    trace = ForwardTrace(structure)
     if structure.tap_points:
         found = [named(structure, name, "model") for name in structure.tap_points]
     else:
@@ -194,7 +194,7 @@ def leaves_before(structure: Structure, tap: str) -> frozenset[str]:
     )
 
 
-def _kinds(trace: Trace) -> list[Tap]:
+def _kinds(trace: ForwardTrace) -> list[Tap]:
     found: dict[int, str] = {}
     for at, call in enumerate(trace.calls):
         alone = call.name in trace.once
@@ -216,7 +216,7 @@ def _kinds(trace: Trace) -> list[Tap]:
     return _apart(trace, found)
 
 
-def layer_outputs(trace: Trace) -> list[Tap]:
+def layer_outputs(trace: ForwardTrace) -> list[Tap]:
     """The output of every weight layer but the head, after its activation."""
     found = {}
     for at, call in enumerate(trace.calls):
@@ -227,7 +227,7 @@ def layer_outputs(trace: Trace) -> list[Tap]:
     return _apart(trace, found)
 
 
-def _apart(trace: Trace, found: dict[int, str]) -> list[Tap]:
+def _apart(trace: ForwardTrace, found: dict[int, str]) -> list[Tap]:
     """Of candidates without a weight layer between them, the last; none before the first weight layer."""
     kept = {trace.depth[at]: at for at in sorted(found)}
     return [trace.tap(at, found[at]) for depth, at in sorted(kept.items()) if depth]

@@ -1,6 +1,6 @@
 """What is predicted and how it is judged."""
 
-from fedloom.tasks.base import Task, named
-from fedloom.tasks.builtin import TASKS, segmentation
+from fedloom.tasks.base import Task
+from fedloom.tasks.builtin import TASKS, named, segmentation
 
 __all__ = ["TASKS", "Task", "named", "segmentation"]

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from fedloom.errors import UnknownName, UserError
 from fedloom.types import Batch, Leaves
 
 Metrics = dict[str, float | None]
@@ -66,19 +65,6 @@ class Task:
         if self.metrics is not None:
             found |= {k: None if v is None else float(v) for k, v in self.metrics(kept["output"], kept["y"]).items()}
         return found
-
-
-def named(task: str | Task) -> Task:
-    """The task of a name, or the task itself."""
-    from fedloom.tasks.builtin import TASKS
-
-    if isinstance(task, Task):
-        return task
-    if not isinstance(task, str):
-        raise UserError(f"task={task!r} is neither a name nor an fl.Task; names are {', '.join(sorted(TASKS))}")
-    if task not in TASKS:
-        raise UnknownName("task", task, TASKS)
-    return TASKS[task]
 
 
 def class_logits(output: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedloom.errors import UserError
+from fedloom.errors import UnknownName, UserError
 from fedloom.ops import cross_entropies, operator
 from fedloom.tasks.base import Metrics, Task
 from fedloom.types import Batch, Leaves
@@ -297,3 +297,14 @@ TASKS: dict[str, Task] = {
     "regression": Task(_squared, metrics=_regression_metrics, primary="mse", name="regression", check=_check_numbers),
     "segmentation": segmentation(),
 }
+
+
+def named(task: str | Task) -> Task:
+    """Return the task of a name, or the task itself."""
+    if isinstance(task, Task):
+        return task
+    if not isinstance(task, str):
+        raise UserError(f"task={task!r} is neither a name nor an fl.Task; names are {', '.join(sorted(TASKS))}")
+    if task not in TASKS:
+        raise UnknownName("task", task, TASKS)
+    return TASKS[task]

@@ -16,8 +16,8 @@ from fedloom.errors import UserError
 from fedloom.ops import pooled
 from fedloom.record import Method
 from fedloom.reducers import ratio
-from fedloom.slots import Prepare, Prepared, ServerStage, Stage, Sweep, TapChooser
-from fedloom.structure import Structure
+from fedloom.slots import Prepare, Prepared, ServerStage, Stage, Sweep
+from fedloom.structure import Structure, TapChooser
 from fedloom.types import Batch, Cohort, Facts, Leaves, Message, Seen
 from fedloom.view import View
 

@@ -11,7 +11,7 @@ from fedloom.bound import Bound
 from fedloom.engines.base import Engine
 from fedloom.engines.flower import programs as named
 from fedloom.engines.flower.hub import Answers, Hub
-from fedloom.engines.flower.wire import Answer, Job
+from fedloom.engines.flower.wire import SiteJob, SiteReply
 from fedloom.engines.loop import LoopEngine
 from fedloom.errors import RunError
 from fedloom.modes import CLOUD, POOL
@@ -64,12 +64,12 @@ class FlowerEngine(Engine):
                     raise RunError(f"{name}: site {reply.id}: {reply.fault}")
         return replies
 
-    def jobs(self, bound: Bound, program: str, post: Post, participants: Sequence[Participant]) -> dict[str, Job]:
+    def jobs(self, bound: Bound, program: str, post: Post, participants: Sequence[Participant]) -> dict[str, SiteJob]:
         """A program for each participant, with the leaves that travel."""
         sent = replace(post, leaves=named.travelling(bound, post.leaves))
         stage = next(k for k, b in self.bounds.items() if b is bound)
         return {
-            p.site.id: Job(
+            p.site.id: SiteJob(
                 run=self.run,
                 stage=stage,
                 program=program,
@@ -90,7 +90,7 @@ class FlowerEngine(Engine):
         """A site's answer as the simulator's reply. What the site keeps is not in it: only the round is."""
         site = person.site.id
         answer = answers.get(site, "no answer")
-        if isinstance(answer, Answer) and named.trains(program):
+        if isinstance(answer, SiteReply) and named.trains(program):
             wrong = named.undeclared(answer.message, self._allowed(bound, program)) if self.sample is not None else None
             answer = answer if wrong is None else wrong
         if isinstance(answer, str):

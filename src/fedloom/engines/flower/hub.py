@@ -11,9 +11,9 @@ from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
 
 from fedloom.engines.flower.codes import words
-from fedloom.engines.flower.wire import Answer, Job, Letter, Malformed, Package, pack_letter, unpack_package
+from fedloom.engines.flower.wire import Letter, Malformed, Package, SiteJob, SiteReply, pack_letter, unpack_package
 
-Answers = dict[str, Answer | str]
+Answers = dict[str, SiteReply | str]
 """By site its answer, or in words why there is none."""
 
 _ERRORS = {
@@ -25,7 +25,7 @@ _ERRORS = {
 
 
 @dataclass(slots=True)
-class Post:
+class SiteTransport:
     """Exchanges messages with sites over a Flower grid.
 
     Args:
@@ -99,7 +99,7 @@ def read_package(message: Message) -> Package | str:
 
 @dataclass(slots=True)
 class _Ticket:
-    jobs: Mapping[str, Job]
+    jobs: Mapping[str, SiteJob]
     done: Callable[[Answers], None]
 
 
@@ -130,12 +130,12 @@ class Hub:
         self._turned = threading.Condition()
         self._error: BaseException | None = None
 
-    def submit(self, jobs: Mapping[str, Job], done: Callable[[Answers], None]) -> None:
+    def submit(self, jobs: Mapping[str, SiteJob], done: Callable[[Answers], None]) -> None:
         """Leaves jobs, by site, for the next exchange; ``done`` is called with the answers."""
         with self._turned:
             self._tickets.append(_Ticket(jobs, done))
 
-    def call(self, jobs: Mapping[str, Job]) -> Answers:
+    def call(self, jobs: Mapping[str, SiteJob]) -> Answers:
         """Answers to jobs; waits until every run has called."""
         found: Answers = {}
         self.submit(jobs, found.update)
@@ -184,14 +184,14 @@ class Hub:
         """Where a ticket's run stands; tickets of one run stay as they came."""
         return min((self._places.get(job.run, 0) for job in ticket.jobs.values()), default=0)
 
-    def _exchanged(self, tickets: Iterable[_Ticket]) -> dict[str, list[Answer | str]]:
-        jobs: dict[str, list[Job]] = {}
+    def _exchanged(self, tickets: Iterable[_Ticket]) -> dict[str, list[SiteReply | str]]:
+        jobs: dict[str, list[SiteJob]] = {}
         for ticket in tickets:
             for site, job in ticket.jobs.items():
                 jobs.setdefault(site, []).append(job)
         round = max((job.post.round for listed in jobs.values() for job in listed), default=0)
         letters = {site: Letter(self._experiment, self._plan, tuple(listed)) for site, listed in jobs.items()}
-        found: dict[str, list[Answer | str]] = {}
+        found: dict[str, list[SiteReply | str]] = {}
         for site, package in self._exchange(letters, round).items():
             count = len(jobs[site])
             if isinstance(package, str):
@@ -203,7 +203,7 @@ class Hub:
         return found
 
 
-def _deliver(tickets: Iterable[_Ticket], answers: Mapping[str, list[Answer | str]]) -> None:
+def _deliver(tickets: Iterable[_Ticket], answers: Mapping[str, list[SiteReply | str]]) -> None:
     """Each ticket its answers, in the order in which the jobs were gathered."""
     left = {site: iter(found) for site, found in answers.items()}
     for ticket in tickets:

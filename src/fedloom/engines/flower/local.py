@@ -20,12 +20,11 @@ from flwr.supercore.task_identity import TaskIdentity
 from fedloom.bound import Bound
 from fedloom.engines.base import Engine
 from fedloom.engines.flower.engine import FlowerEngine, accepted_round
-from fedloom.engines.flower.hub import Hub, Post
+from fedloom.engines.flower.hub import Hub, SiteTransport
 from fedloom.engines.flower.site import Bench, Workshop, client_app
 from fedloom.engines.flower.state import SiteStore
 from fedloom.slots import Program
-from fedloom.work import Participant, Reply, Site, Work
-from fedloom.work import Post as Sent
+from fedloom.work import Participant, Post, Reply, Site, Work
 
 
 class LocalGrid(Grid):
@@ -108,14 +107,14 @@ class LocalEngine(Engine):
         if folder is None:
             weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
         self.grid = LocalGrid({}, watch=watch)
-        self.post = Post(self.grid, poll=0.0)
+        self.post = SiteTransport(self.grid, poll=0.0)
         self.hub = Hub(self.post.exchange, "simulation")
         self.sites: dict[str, Workshop] = {}
         self._bounds: dict[int, Bound] = {}
         self._engine: FlowerEngine | None = None
 
     def run_cohort(
-        self, bound: Bound, work: Work, program: Program, post: Sent, participants: Sequence[Participant]
+        self, bound: Bound, work: Work, program: Program, post: Post, participants: Sequence[Participant]
     ) -> list[Reply]:
         """As :meth:`FlowerEngine.run_cohort`; what sites keep is read back from their folders, for the result."""
         if not any(b is bound for b in self._bounds.values()):

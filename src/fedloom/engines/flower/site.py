@@ -17,17 +17,17 @@ from flwr.app import Context, RecordDict
 from flwr.app import Message as FlowerMessage
 from flwr.clientapp import ClientApp
 
-import fedloom
 from fedloom import rng
 from fedloom.bound import Bound
 from fedloom.clients.runner import ClientRunner
 from fedloom.engines.flower import programs as named
 from fedloom.engines.flower.codes import Code, Refusal
 from fedloom.engines.flower.state import SiteStore
-from fedloom.engines.flower.wire import Answer, Job, Letter, Malformed, Package, pack_package, unpack_letter
+from fedloom.engines.flower.wire import Letter, Malformed, Package, SiteJob, SiteReply, pack_package, unpack_letter
 from fedloom.store.packing import plain
 from fedloom.tasks import Task
 from fedloom.types import Leaves, Memory
+from fedloom.version import __version__
 from fedloom.work import ClientState, Participant, Post, Reply, Site, Work
 
 log = logging.getLogger("fedloom.site")
@@ -73,7 +73,7 @@ class Workshop:
     def facts(self) -> dict[str, Any]:
         """What a site says of itself: numbers of rows, its version, and which models it has."""
         return {
-            "version": fedloom.__version__,
+            "version": __version__,
             "rows": {
                 key: {part: 0 if rows is None else len(rows) for part, rows in _parts(bench.site).items()}
                 for key, bench in self.benches.items()
@@ -86,17 +86,17 @@ class Workshop:
         answers = tuple(self._answer(letter.experiment, job) for job in letter.jobs)
         return Package(self.name, {} if letter.jobs else self.facts(), answers)
 
-    def _answer(self, experiment: str, job: Job) -> Answer:
+    def _answer(self, experiment: str, job: SiteJob) -> SiteReply:
         try:
             return self.perform(experiment, job)
         except Refusal as refusal:
             log.error("round %d, %s, %s: %s", job.post.round, job.run, job.program, refusal.reason)
-            return Answer(code=refusal.code)
+            return SiteReply(code=refusal.code)
         except Exception:
             log.exception("round %d, %s, %s", job.post.round, job.run, job.program)
-            return Answer(code=Code.FAILED)
+            return SiteReply(code=Code.FAILED)
 
-    def perform(self, experiment: str, job: Job) -> Answer:
+    def perform(self, experiment: str, job: SiteJob) -> SiteReply:
         """One program: the definition of right is :class:`fedloom.clients.runner.ClientRunner` with one client."""
         bench = self.benches.get(job.run)
         if bench is None or job.stage not in bench.bounds:
@@ -118,17 +118,17 @@ class Workshop:
             self.store.save_model(experiment, job.run, _model(job))
         return self._packed(bound.task, reply, sends=named.trains(job.program))
 
-    def _packed(self, task: Task, reply: Reply, *, sends: bool) -> Answer:
+    def _packed(self, task: Task, reply: Reply, *, sends: bool) -> SiteReply:
         judged: dict[str, tuple[Leaves, Leaves]] = {}
         for name, (sums, rows) in reply.judged.items():
             if rows and not self.share_rows:
                 sums, rows = numbers(task, sums, rows), {}
             judged[name] = (sums, rows)
         loss = None if reply.loss is None else float(reply.loss)
-        return Answer(message=reply.message if sends else {}, steps=reply.steps, loss=loss, judged=judged)
+        return SiteReply(message=reply.message if sends else {}, steps=reply.steps, loss=loss, judged=judged)
 
 
-def desk_for(bench: Bench, job: Job, state: ClientState) -> ClientRunner:
+def desk_for(bench: Bench, job: SiteJob, state: ClientState) -> ClientRunner:
     """The desk of a job: what was sent laid over what the site makes itself."""
     bound = bench.bounds[job.stage]
     unknown = next((n for n in (*job.post.leaves, *job.post.gate) if n not in bound.start), None)
@@ -189,7 +189,7 @@ def _parts(site: Site) -> dict[str, Any]:
     return {"train": site.train, "test": site.test, "val": site.val}
 
 
-def _model(job: Job) -> dict[str, Any]:
+def _model(job: SiteJob) -> dict[str, Any]:
     post: Post = job.post
     return {
         "stage": job.stage,

@@ -38,7 +38,7 @@ class Malformed(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class SiteJob:
     """One program for one site.
 
     Args:
@@ -74,11 +74,11 @@ class Letter:
 
     experiment: str
     plan: str = ""
-    jobs: tuple[Job, ...] = ()
+    jobs: tuple[SiteJob, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class SiteReply:
     """What one program gave.
 
     Args:
@@ -109,7 +109,7 @@ class Package:
 
     site: str
     facts: Mapping[str, Any] = field(default_factory=dict)
-    answers: tuple[Answer, ...] = ()
+    answers: tuple[SiteReply, ...] = ()
     code: int = 0
 
 
@@ -292,7 +292,7 @@ def unpack_letter(content: RecordDict, device: torch.device | None = None) -> Le
         )
         base = job.get("base")
         jobs.append(
-            Job(
+            SiteJob(
                 run=_of(job, "run", str),
                 stage=_of(job, "stage", int),
                 program=_of(job, "program", str),
@@ -339,7 +339,7 @@ def unpack_package(content: RecordDict, device: torch.device | None = None) -> P
         loss = answer.get("loss")
         judged = {name: _table(value) for name, value in _table(answer.get("judged")).items()}
         answers.append(
-            Answer(
+            SiteReply(
                 code=_of(answer, "code", int),
                 message=found.memory(answer.get("message")),
                 steps={name: _whole(count) for name, count in _table(answer.get("steps")).items()},

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fedloom.batches import Steps
-from fedloom.clients.arrangement import Schedule, Shapes
+from fedloom.clients.arrangement import BatchSchedule, Shapes
 from fedloom.data import Rows
 from fedloom.engines.vectorised import attention
 from fedloom.engines.vectorised.rows import RowCache, sweep_schedule, training_schedule
@@ -61,10 +61,12 @@ class ManyClients:
         """Leaves as they are."""
         return dict(leaves)
 
-    def schedule(self, parts: Sequence[Rows], steps: Sequence[Steps], dtype: torch.dtype, shapes: Shapes) -> Schedule:
+    def schedule(
+        self, parts: Sequence[Rows], steps: Sequence[Steps], dtype: torch.dtype, shapes: Shapes
+    ) -> BatchSchedule:
         """Indices, masks and shapes of all steps, computed at once."""
         return training_schedule(self.cache.of(parts), steps, dtype, shapes)
 
-    def sweep(self, parts: Sequence[Rows], size: int | str, dtype: torch.dtype, *, narrow: bool) -> Schedule:
+    def sweep(self, parts: Sequence[Rows], size: int | str, dtype: torch.dtype, *, narrow: bool) -> BatchSchedule:
         """All rows in order; a client that has run out holds padding only, or is left out."""
         return sweep_schedule(self.cache.of(parts), dtype, size, self.grain, narrow=narrow)

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-import fedloom
 from fedloom import numerics, rng, server
 from fedloom.engines.base import Engine
 from fedloom.engines.loop import LoopEngine
@@ -177,7 +176,7 @@ def _gap(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> float:
 
 def blame(error: BaseException) -> str:
     """The line of client code (a model's, a term's) that an error comes from, in words."""
-    home, torch_home = Path(fedloom.__file__).parent, Path(torch.__file__).parent
+    home, torch_home = Path(__file__).parents[2], Path(torch.__file__).parent
     ours = {home / part for part in _CLIENT_CODE}
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         path = Path(frame.filename)

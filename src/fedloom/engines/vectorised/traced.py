@@ -17,7 +17,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
-from fedloom.clients.arrangement import Schedule
+from fedloom.clients.arrangement import BatchSchedule
 from fedloom.clients.inputs import ClientInputs
 from fedloom.clients.step import Step
 from fedloom.engines.vectorised.algebra import is_write, simplify
@@ -126,7 +126,7 @@ class Traces:
 class TracedGradients:
     """A form of :meth:`Step.gradients` for the steps of one phase: a trace where there is one."""
 
-    def __init__(self, step: Step, traces: Traces, schedule: Schedule, rounds: int) -> None:
+    def __init__(self, step: Step, traces: Traces, schedule: BatchSchedule, rounds: int) -> None:
         self.step, self.traces = step, traces
         times = Counter((slot.clients, slot.widths, slot.padded) for slot in schedule.slots)
         self.planned = {shape: count * step.phase.phase.repeat * rounds for shape, count in times.items()}

@@ -11,7 +11,7 @@ from fedloom.reports import charts
 from fedloom.reports.book import Book, Series
 from fedloom.reports.html import Section, figure, grid, table
 from fedloom.reports.sections.overview import worded
-from fedloom.reports.svg import Drawing, Scale, fixed, number, spanned
+from fedloom.reports.svg import Axis, Drawing, fixed, number, spanned
 
 LINES = 60
 """Clients whose curves are drawn at most; of more, the worst, the best and some in between."""
@@ -104,8 +104,8 @@ def _spaghetti(
     width, height, left = 360.0, 210.0, 46.0
     drawing = Drawing(width, height, f"{word} of single clients over rounds, {s.label}", "chart clients")
     xs = [v for _, x, _ in lines for v in x]
-    x = Scale(min(xs), max(xs), left, width - 12)
-    y = Scale(*span, height - 40, 24)
+    x = Axis(min(xs), max(xs), left, width - 12)
+    y = Axis(*span, height - 40, 24)
     drawing.y_axis(y, left, width - 12, word, 4)
     drawing.x_axis(x, height - 40, "round", whole=True, wanted=5)
     for client, at, values in lines:

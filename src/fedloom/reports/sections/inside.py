@@ -12,7 +12,7 @@ from fedloom.diagnostics.sketch import principal
 from fedloom.reports import charts
 from fedloom.reports.book import CLASSES, HUES, Book, Series
 from fedloom.reports.html import Section, figure, grid
-from fedloom.reports.reading import Run
+from fedloom.reports.reading import RunData
 from fedloom.reports.scatter import Dot, scatter
 from fedloom.reports.sections.overview import _is
 from fedloom.reports.svg import number
@@ -29,7 +29,7 @@ LAYERS = 60
 _KNOWN = frozenset({"bytes_up_by_kind", "bytes_down_by_kind", "terms", "lag", "sites"})
 
 
-def _first(book: Book) -> Iterator[tuple[Series, Run]]:
+def _first(book: Book) -> Iterator[tuple[Series, RunData]]:
     """A run of every series."""
     for series in book.series:
         yield series, series.runs[0]

@@ -11,7 +11,7 @@ from fedloom.comparison.statistics import interval
 from fedloom.reports import charts
 from fedloom.reports.book import Book, Series
 from fedloom.reports.html import Section, figure, grid, swatch, table
-from fedloom.reports.reading import Run
+from fedloom.reports.reading import RunData
 from fedloom.reports.svg import fixed, number, scaled, size
 
 WORDS = {
@@ -240,7 +240,7 @@ def _is(value: object) -> bool:
     return isinstance(value, (int, float)) and math.isfinite(value)
 
 
-def _paid(run: Run, key: str, factor: float) -> list[tuple[float, float]]:
+def _paid(run: RunData, key: str, factor: float) -> list[tuple[float, float]]:
     sent = 0.0
     found: list[tuple[float, float]] = []
     if not run.total("bytes_up") + run.total("bytes_down"):
@@ -252,7 +252,9 @@ def _paid(run: Run, key: str, factor: float) -> list[tuple[float, float]]:
     return found
 
 
-def _lines(book: Book, of: Callable[[Run], list[tuple[float, float]]], *, clients: bool = False) -> list[charts.Curve]:
+def _lines(
+    book: Book, of: Callable[[RunData], list[tuple[float, float]]], *, clients: bool = False
+) -> list[charts.Curve]:
     """A curve per series: the mean over its runs where they have a common round, with intervals."""
     made = []
     for s in book.series:
@@ -273,7 +275,7 @@ def _lines(book: Book, of: Callable[[Run], list[tuple[float, float]]], *, client
     return made
 
 
-def _band_of_clients(curve: charts.Curve, run: Run) -> None:
+def _band_of_clients(curve: charts.Curve, run: RunData) -> None:
     """The middle 80 % of the clients around the mean of a single run."""
     at = {line["round"]: [v for v in line["clients"].values() if _is(v)] for line in run.curves}
     if all(len(at.get(int(x), ())) >= 2 for x in curve.x):
