@@ -223,7 +223,6 @@ def first_non_finite(a: Leaves) -> str | None:
 
 
 def zero_names(gates: Leaves) -> list[str]:
-    """Names of the tensors of one element that are zero. Waits for the device if they are there."""
-    values = list(gates.values())
-    numbers = [v.item() for v in values] if all(v.is_cpu for v in values) else transfer.read_scalars(values)
+    """Return the names of the tensors of one element that are zero. Waits for the device if they are on it."""
+    numbers = transfer.read_scalars(list(gates.values()))
     return [name for name, number in zip(gates, numbers, strict=True) if not number]

@@ -61,7 +61,7 @@ def test_a_changed_method_has_an_incomplete_text() -> None:
         fl.compose(fl.fedavg(), own),
         fl.compose(dataclasses.replace(fl.fedavg(), plain_sgd=True), fl.clip(1.0)),
     ):
-        assert changed.text.startswith("fedavg()") and not can_rebuild(changed)
+        assert not can_rebuild(changed), changed.text
 
 
 @pytest.mark.parametrize(

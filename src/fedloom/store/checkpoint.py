@@ -76,16 +76,17 @@ class Checkpoints:
     ) -> None:
         """Writes the server's state and makes it the newest checkpoint."""
         tree = {"leaves": snapshot.server.leaves, "memory": snapshot.server.memory}
+        device = next(iter(snapshot.server.leaves.values())).device
         state = {
             "round": snapshot.server.round,
-            "server": disk.write(temporary / "server.safetensors", pack(tree)),
+            "server": disk.write(temporary / "server.safetensors", pack(tree, device)),
             "metrics_bytes": metrics_bytes,
             "facts": snapshot.facts,
             "files": files,
             "gone": sorted(self.store.gone),
         }
         if snapshot.best is not None:
-            state["best"] = disk.write(temporary / "best.safetensors", pack(snapshot.best()))
+            state["best"] = disk.write(temporary / "best.safetensors", pack(snapshot.best(), device))
         digest = disk.write(temporary / "state.json", json.dumps(state).encode())
         disk.swap(temporary, self.folder / f"round-{number}")
         disk.write(self.folder / "LATEST", f"round-{number} {digest}\n".encode())
@@ -114,12 +115,9 @@ class Checkpoints:
             if "best" in state:
                 best = unpack(self._whole(place / "best.safetensors", state["best"]), device)
             self.store = ClientStore(self.folder, device)
-            if "clients" in state:
-                self._older(state)
-            else:
-                for file, expected in state["files"].items():
-                    self._check(self.folder / file, expected)
-                self.store.open(state["files"], state["gone"])
+            for file, expected in state["files"].items():
+                self._check(self.folder / file, expected)
+            self.store.open(state["files"], state["gone"])
         except (KeyError, TypeError, ValueError, SafetensorError) as error:
             if isinstance(error, UserError):
                 raise
@@ -129,14 +127,6 @@ class Checkpoints:
                 disk.remove(path)
         server = ServerState(tree["leaves"], tree["memory"], state["round"])
         return Snapshot(server, self.store, state["facts"], lambda: best), state["metrics_bytes"]
-
-    def _older(self, state: Mapping[str, Any]) -> None:
-        """Clients of a checkpoint of the first version, which had an index of all of them."""
-        for file, expected in state["files"].items():
-            for client, kept in unpack(self._whole(self.folder / file, expected), self.store.device).items():
-                if state["clients"].get(client) == file:
-                    self.store[client] = ClientState(**kept)
-        self.store.begin_at(max((int(re.findall(r"\d+", f)[0]) for f in state["files"]), default=0))
 
     def _whole(self, path: Path, digest: str) -> bytes:
         data = read(path)
