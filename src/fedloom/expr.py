@@ -97,3 +97,20 @@ def method(text: str | Method) -> Method:
             raise UnknownName("plug-in", name, PLUGINS)
         plugins.append(PLUGINS[name].fn(*args, **kwargs))
     return compose(base, *plugins)
+
+
+def can_rebuild(recipe: Method) -> bool:
+    """Return whether the text form of a method names all its parts and can be parsed.
+
+    Example:
+        >>> import fedloom as fl
+        >>> can_rebuild(fl.fedper()), can_rebuild(fl.fedper().claiming("the gate", "mine"))
+        (True, False)
+    """
+    if not recipe.text_is_complete:
+        return False
+    try:
+        method(recipe.text)
+    except UserError:  # for example a prior of the user's own class as an argument
+        return False
+    return True

@@ -27,7 +27,7 @@ POOL = "pool"
 
 @dataclass(slots=True)
 class Mixing:
-    """How the cloud's share a of a hybrid round is set.
+    """Rule for the cloud's share a of a hybrid round.
 
     Args:
         mixing: ``"alternate"`` (cloud first), ``"fixed"`` or ``"adaptive"``.
@@ -38,7 +38,7 @@ class Mixing:
         alpha_min: least share.
         alpha_max: largest share.
         period: rounds between alternations.
-        cl_gradient: the cloud's work: ``"epochs"`` as a site's, ``"minibatch"`` one step, ``"full"`` one full-batch step.
+        cl_gradient: the cloud's training: ``"epochs"`` as a site's, ``"minibatch"`` one step, ``"full"`` one full-batch step.
         cloud_fraction: share of each site's training rows that is moved to the cloud.
         cloud_clients: clients whose rows are moved to the cloud whole.
     """
@@ -95,10 +95,10 @@ class Mixing:
 
 @dataclass(slots=True)
 class Hybrid:
-    """Plays hybrid rounds: the sites and the cloud work from the same leaves, then displacements are mixed.
+    """Play hybrid rounds: the sites and the cloud train from the same leaves, then their displacements are mixed.
 
-    The cloud is a federation of one, with the method's own server stages: its memory lies beside the sites' (``cloud/owner``), what it
-    keeps beside the clients' (``cloud``), so that a checkpoint holds both.
+    The cloud is a federation of one client, with the method's own server stages. Its server memory is stored with the
+    sites' under ``cloud/owner``, its client state with the clients' under ``cloud``, so that a checkpoint holds both.
     """
 
     cloud: Site
@@ -109,18 +109,18 @@ class Hybrid:
         self.alpha = self.mixing.alpha
 
     def __call__(self, run: Run, round: int) -> Record:
-        """One hybrid round. Mixing comes after all server stages: d_FL = new w - w."""
+        """Play one hybrid round. Mixing follows all server stages: d_FL = new w - w."""
         before, share = run.state, self.mixing.share(round, self.alpha)
-        # An adaptive share of 0 or 1 would never change again if only one side worked.
+        # An adaptive share of 0 or 1 would never change again if only one side trained.
         both = self.mixing.mixing == "adaptive"
         facts: Record = dict(_IDLE)
         if share < 1.0 or both:
             facts = federated(run, round)
         sites, cloud, memory = run.state, before.leaves, run.state.memory
         if share > 0.0 or both:
-            worked, loss = self._work(run, before, round)
-            cloud, facts["cloud_loss"] = worked.leaves, loss
-            memory = {**memory, **{f"{CLOUD}/{owner}": kept for owner, kept in worked.memory.items()}}
+            after, facts["cloud_loss"] = self._play_cloud(run, before, round)
+            cloud = after.leaves
+            memory = {**memory, **{f"{CLOUD}/{owner}": values for owner, values in after.memory.items()}}
         mixed = (
             cloud if share == 1.0 else sites.leaves if share == 0.0 else mix(before.leaves, cloud, sites.leaves, share)
         )
@@ -131,26 +131,26 @@ class Hybrid:
         run.state = replace(sites, leaves=mixed, memory=memory, round=round)
         return {"alpha": share, "alignment": alignment, **facts}
 
-    def _work(self, run: Run, before: ServerState, round: int) -> tuple[ServerState, float | None]:
-        """The cloud's server after its own round from the leaves before it, and its loss."""
-        kept = {k.removeprefix(f"{CLOUD}/"): v for k, v in before.memory.items() if k.startswith(f"{CLOUD}/")}
-        worker = Run(
-            bound=worked(run.bound, self.mixing.cl_gradient),
+    def _play_cloud(self, run: Run, before: ServerState, round: int) -> tuple[ServerState, float | None]:
+        """Play the cloud's round. Returns the state of the cloud's server after it, and the loss."""
+        memory = {k.removeprefix(f"{CLOUD}/"): v for k, v in before.memory.items() if k.startswith(f"{CLOUD}/")}
+        cloud = Run(
+            bound=cloud_method(run.bound, self.mixing.cl_gradient),
             engine=run.engine,
             work=run.work,
             sites={CLOUD: self.cloud},
             size=1,
-            state=ServerState(before.leaves, {**run.bound.server_memory, **kept}, before.round),
+            state=ServerState(before.leaves, {**run.bound.server_memory, **memory}, before.round),
             clients={CLOUD: run.clients[CLOUD]} if CLOUD in run.clients else {},
-            later={r: worked(b, self.mixing.cl_gradient) for r, b in run.later.items()},
+            later={r: cloud_method(b, self.mixing.cl_gradient) for r, b in run.later.items()},
         )
         if CLOUD not in run.clients:
-            worker.setup()
-            worker.state = replace(worker.state, leaves=before.leaves)
-        outcome, _ = worker.play([CLOUD], round)
-        run.clients[CLOUD] = worker.clients[CLOUD]
+            cloud.setup()
+            cloud.state = replace(cloud.state, leaves=before.leaves)
+        outcome, _ = cloud.play([CLOUD], round)
+        run.clients[CLOUD] = cloud.clients[CLOUD]
         loss = outcome.accepted[0].loss
-        return worker.state, None if loss is None else float(loss)
+        return cloud.state, None if loss is None else float(loss)
 
 
 _IDLE: Record = {
@@ -163,11 +163,11 @@ _IDLE: Record = {
     "skipped": [],
     "rejected": [],
 }
-"""The facts of a round in which the sites do not work."""
+"""The facts of a round in which the sites do not train."""
 
 
-def worked(bound: Bound, cl_gradient: str) -> Bound:
-    """The method as the cloud works it: a site's round, or one mini-batch step, or one full-batch step per phase."""
+def cloud_method(bound: Bound, cl_gradient: str) -> Bound:
+    """Return the cloud's form of a method: a site's round, or one mini-batch or full-batch step per phase."""
     if cl_gradient == "epochs":
         return bound
     size: Literal["full"] | None = "full" if cl_gradient == "full" else None
@@ -190,7 +190,7 @@ def mix(theta: Leaves, cloud: Leaves, sites: Leaves, share: float) -> Leaves:
 
 
 def cosine(theta: Leaves, cloud: Leaves, sites: Leaves, names: tuple[str, ...]) -> float:
-    """Cosine of the two displacements over the trainable leaves; 0 where one is zero."""
+    """Return the cosine of the two displacements over the trainable leaves; 0 if one of them is zero."""
     a, b = ({n: (end[n] - theta[n]).double() for n in names} for end in (cloud, sites))
     norm = math.sqrt(float(tree.square_norm(a))) * math.sqrt(float(tree.square_norm(b)))
     return max(-1.0, min(1.0, float(tree.dot(a, b)) / norm)) if norm > 0 else 0.0

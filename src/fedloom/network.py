@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedloom import frames, layers, orders, rng, swaps
+from fedloom import frames, layers, orders, rng, swaps, transfer
 from fedloom.errors import UserError
 from fedloom.ops import dispatch
 from fedloom.structure import Call, LeafInfo, Structure
@@ -173,7 +173,7 @@ def _tensor_of(output: Any) -> Tensor:
 
 def _device_of(x: Inputs) -> str:
     first = x if isinstance(x, Tensor) else next(iter(x.values() if isinstance(x, dict) else x))
-    return first.device.type
+    return transfer.device_kind(first.device)
 
 
 def build(
@@ -239,7 +239,7 @@ def _runs_channels_last(network: Network, sample: Inputs) -> bool:
     """Whether convolutions may compute with channels last: in float32 on a CPU, unless the model depends on the order in memory."""
     first = next(iter(network.start.values()), None)
     filters = any(isinstance(part, nn.Conv2d) for part in network.module.modules())
-    if first is None or first.device.type != "cpu" or network.structure.dtype != torch.float32 or not filters:
+    if first is None or not transfer.on_host(first) or network.structure.dtype != torch.float32 or not filters:
         return False
     if not torch.backends.mkldnn.is_available():
         return False

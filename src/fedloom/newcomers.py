@@ -1,4 +1,4 @@
-"""Clients that never took part: how well a run serves them once they arrive."""
+"""Evaluation of clients that never took part in the run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fedloom import evaluation, rng, server
 from fedloom.bound import Bound, BoundPhase
 from fedloom.clients.runner import ClientRunner
 from fedloom.data import Federation
-from fedloom.errors import UserError
+from fedloom.errors import RunError, UserError
 from fedloom.run import Run
 from fedloom.slots import Judge, Phase, Program, Send, Step
 from fedloom.tasks.base import Metrics
@@ -20,7 +20,7 @@ from fedloom.work import ClientState, Participant, Post, Site
 
 
 def held_out(data: Federation, share: float, seed: int) -> tuple[str, ...]:
-    """Clients that are kept out of a run: ``floor(share N + 0.5)`` of them, seeded, in federation order."""
+    """Draw the clients that do not take part: ``floor(share N + 0.5)``, by seed, in federation order."""
     if not share:
         return ()
     count = math.floor(share * len(data) + 0.5)
@@ -33,13 +33,13 @@ def held_out(data: Federation, share: float, seed: int) -> tuple[str, ...]:
 
 
 def judge(run: Run, sites: Mapping[str, Site], epochs: int) -> dict[str, Metrics]:
-    """Metrics of new clients on their test rows, after training the leaves that are their own.
+    """Return the metrics of new clients on their test rows, after they trained their own leaves.
 
-    They begin as any client does that takes part for the first time (setup program, then what the server sends), train what the
-    method lets them keep for some epochs, and are tested by the method's own rule. The shared leaves do not move.
+    New clients start like any client in its first round: the setup program, then the server's message. They train the
+    leaves that the method lets them keep, and the method's rule for evaluation tests them. Shared leaves do not change.
 
     Args:
-        run: a run at its end.
+        run: a run after its last round.
         sites: the new clients.
         epochs: passes over their training rows.
     """
@@ -53,7 +53,7 @@ def judge(run: Run, sites: Mapping[str, Site], epochs: int) -> dict[str, Metrics
 
 
 def desks(run: Run, names: Iterable[str]) -> Iterator[ClientRunner]:
-    """The desks of new clients after their adaptation: their own models, ready for use."""
+    """Yield the runners of new clients after their adaptation: their own models, ready for use."""
     sites = {n: run.new[n] for n in names}
     if not sites:
         return
@@ -66,7 +66,11 @@ def desks(run: Run, names: Iterable[str]) -> Iterator[ClientRunner]:
 
 
 def _prepared(run: Run, sites: Mapping[str, Site], epochs: int) -> tuple[Bound, Program, Post, list[Participant]]:
-    """What new clients are asked to do, and what they are sent."""
+    """Return the bound method, the program, the message and the tasks of new clients.
+
+    Raises:
+        RunError: the setup of a client gave a reply that is malformed or not finite.
+    """
     names = list(sites)
     bound = run.at(run.state.round)
     cohort = replace(run.cohort([], run.state.round), ids=tuple(names), rows=tuple(len(sites[n].train) for n in names))
@@ -75,21 +79,28 @@ def _prepared(run: Run, sites: Mapping[str, Site], epochs: int) -> tuple[Bound, 
     if setup and bound.method.schedule.setup_by == "all":
         people = [Participant(sites[n], states[n]) for n in names]
         post = server.post(bound, run.state, replace(cohort, round=0), {})
-        states = {r.id: replace(r.state, rounds=0) for r in run.engine.run_cohort(bound, run.work, setup, post, people)}
+        replies = run.engine.run_cohort(bound, run.work, setup, post, people)
+        outcome = server.check_replies(bound, replies, "setup")
+        if outcome.rejected:
+            raise RunError(f"setup of new clients: a reply cannot be used ({outcome.reasons})")
+        states = {r.id: replace(r.state, rounds=0) for r in outcome.accepted}
     state, sent = server.dispatch(bound, run.state, cohort)
     post = server.post(bound, state, cohort, sent.post.broadcast, tested=True)
-    program, worker = personal_program(bound, epochs, server.personal_now(bound, run.state))
+    program, worker = personal_program(bound, epochs, server.personal_leaves(bound, run.state))
     people = [Participant(sites[n], states[n], dict(sent.addressed[n]), sent.keys.get(n)) for n in names]
     return worker, program, post, people
 
 
-def personal_program(bound: Bound, epochs: int, off: Collection[str] = ()) -> tuple[Program, Bound]:
-    """A round's program whose phases train only what a client keeps, then the adapt program and a test.
+def personal_program(bound: Bound, epochs: int, personal: Collection[str] = ()) -> tuple[Program, Bound]:
+    """Return a round's program that trains only kept leaves, with the adapt program and a test at its end.
 
     Args:
         bound: the method.
         epochs: passes of each phase.
-        off: gated leaves that are personal now.
+        personal: gated leaves that are personal.
+
+    Returns:
+        The program, and the bound method with its phases.
     """
     steps: list[Step] = []
     phases: dict[str, BoundPhase] = dict(bound.phases)
@@ -97,7 +108,7 @@ def personal_program(bound: Bound, epochs: int, off: Collection[str] = ()) -> tu
     for step in schedule.round:
         if isinstance(step, Phase):
             trained = bound.phases[step.name].trained
-            own = tuple(n for n in trained if bound.specs[n].kept and (not bound.specs[n].gated or n in off))
+            own = tuple(n for n in trained if bound.specs[n].kept and (not bound.specs[n].gated or n in personal))
             if own and epochs:
                 name = f"new {step.name}"
                 phase = replace(step, name=name, epochs=epochs, steps=None)

@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from fedloom import transfer
+
 
 def suited(value: Tensor) -> Tensor:
     """A leaf, or a map, in the layout in which convolutions are faster: with its channels last."""
@@ -20,7 +22,7 @@ def indifferent(run: Callable[[bool], Sequence[Tensor]], device: torch.device) -
     One that calls ``view`` on a map that is turned fails; ``flatten`` and ``reshape`` are fine.
     """
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        with torch.no_grad(), torch.random.fork_rng(devices=[device] if transfer.is_gpu(device) else []):
             pairs = zip(run(False), run(True), strict=True)
             return all(torch.allclose(plain, turned, rtol=1e-2, atol=1e-3) for plain, turned in pairs)
     except Exception:

@@ -54,6 +54,10 @@ class Method:
         then: ``(rounds, method)``: the method that takes over after so many rounds.
         sealed: why no plug-in can be stacked on it; empty for methods that take plug-ins.
 
+    Attributes:
+        text_is_complete: whether ``text`` names all parts. Only :meth:`with_complete_text` sets it, and
+            :func:`dataclasses.replace` does not copy it: a changed method has an incomplete text.
+
     Example:
         >>> import fedloom as fl
         >>> fl.compose(fl.fedavg(), fl.proximal(mu=0.1)).text
@@ -72,9 +76,16 @@ class Method:
     plain_sgd: bool = False
     then: tuple[int, Method] | None = None
     sealed: str = ""
+    text_is_complete: bool = field(default=False, init=False, repr=False, compare=False)
 
     def __str__(self) -> str:
         return self.text
+
+    def with_complete_text(self, text: str) -> Method:
+        """Return this method with a text form from which the registry builds the same method."""
+        method = replace(self, text=text)
+        object.__setattr__(method, "text_is_complete", True)
+        return method
 
     # Additions: they never clash.
 
@@ -196,10 +207,17 @@ class Method:
 
 @dataclass(frozen=True, slots=True)
 class Plugin:
-    """A function from method to method, with its text form."""
+    """A function from method to method, with its text form.
+
+    Args:
+        text: the text form.
+        apply: returns the changed method.
+        registered: whether the registry builds the same plug-in from ``text``.
+    """
 
     text: str
     apply: Callable[[Method], Method]
+    registered: bool = False
 
     def __call__(self, method: Method) -> Method:
         """The method with this plug-in on it."""
@@ -209,7 +227,10 @@ class Plugin:
         changed = self.apply(method)
         check_order(changed)
         then = changed.then and (changed.then[0], self(changed.then[1]))
-        return replace(changed, text=f"{method.text} + {self.text}", then=then)
+        text, changed = f"{method.text} + {self.text}", replace(changed, then=then)
+        if self.registered and method.text_is_complete:
+            return changed.with_complete_text(text)
+        return replace(changed, text=text)
 
     def __str__(self) -> str:
         return self.text

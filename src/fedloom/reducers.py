@@ -1,4 +1,4 @@
-"""How the server reduces one entry of the clients' messages.
+"""Reducers: how the server combines one entry of the clients' messages.
 
 ``mean``: ``sum_k q_k v_k`` with q normalised over the accepted replies; ``ratio``: ``sum_k a_k / sum_k b_k``, element by
 element (per-class sums over per-class counts); ``total``, ``maximum``; ``stack``: every reply is kept, and a rule such
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fedloom import transfer, tree
 from fedloom.errors import RunError
+from fedloom.transfer import on_host
 from fedloom.types import Leaves, Message
 
 
@@ -33,20 +34,20 @@ class Reducer:
         return f"mean({self.weight})" if self.kind == "mean" else self.kind
 
     def reduce(self, entry: str, messages: Sequence[Message], rows: Sequence[int]) -> Leaves:
-        """Reduces one entry over the accepted messages, in federation order."""
-        return reduced({entry: (entry, self)}, messages, rows)[entry]
+        """Reduce one entry over the accepted messages, in federation order."""
+        return reduce_entries({entry: (entry, self)}, messages, rows)[entry]
 
     @property
-    def sums(self) -> Hashable:
-        """What entries have in common whose values are added up with the same weights; None where nothing is added up."""
+    def sum_key(self) -> Hashable:
+        """Key of the weights of the reducer's sum; entries with equal keys are summed together. None if not a sum."""
         if self.kind == "mean":
             return self.weight, self.log
         return "ones" if self.kind in ("ratio", "total") else None
 
-    def shares(
+    def sum_weights(
         self, messages: Sequence[Message], rows: Sequence[int], entry: str, *, read_weights: bool = False
     ) -> list[float] | Tensor:
-        """The weights of an entry's sum. Uploaded ones stay on the device, so that the host does not wait for them.
+        """Return the weights of an entry's sum. Uploaded weights stay on the device, so that the host does not wait.
 
         Weights that do not add up to a positive finite number are an error on the host, and NaN on the device.
         """
@@ -54,17 +55,18 @@ class Reducer:
             return [1.0] * len(messages)
         if self.weight in ("n", "uniform"):
             return self.weights(messages, rows)
-        raw = [m[self.weight]["weight"] for m in messages]
-        if read_weights or _on_host(raw[0]) or any(v.element_size() < 4 for v in messages[0][entry].values()):
+        uploaded = [m[self.weight]["weight"] for m in messages]
+        half_precision = any(v.element_size() < 4 for v in messages[0][entry].values())
+        if read_weights or on_host(uploaded[0]) or half_precision:
             return self.weights(messages, rows)
-        values = _uploaded(raw)
+        values = _as_vector(uploaded)
         if self.log:
             values = (values - values.amax()).exp()
         total = values.sum()
         return values / torch.where(total > 0, total, math.nan)
 
-    def finished(self, values: Leaves) -> Leaves:
-        """What is made of the sums of an entry."""
+    def finish(self, values: Leaves) -> Leaves:
+        """Return the reduced entry from its sums."""
         if self.kind != "ratio":
             return values
         top, bottom = values["sum"], values["count"]
@@ -72,7 +74,7 @@ class Reducer:
         return {"mean": top / bottom.clamp(min=1).reshape(shape), "count": bottom}
 
     def weights(self, messages: Sequence[Message], rows: Sequence[int]) -> list[float]:
-        """The normalised weights q of a mean: by rows, uniform, or uploaded (as logarithms if ``log``)."""
+        """Return the normalised weights q of a mean: by rows, uniform, or uploaded (as logarithms if ``log``)."""
         if self.weight == "n":
             raw = [float(n) for n in rows]
         elif self.weight == "uniform":
@@ -88,78 +90,79 @@ class Reducer:
         return [w / total for w in raw]
 
 
-def reduced(
-    wanted: Mapping[str, tuple[str, Reducer]],
+def reduce_entries(
+    entries: Mapping[str, tuple[str, Reducer]],
     messages: Sequence[Message],
     rows: Sequence[int],
     *,
     read_weights: bool = False,
 ) -> Message:
-    """Reduces entries over the accepted messages, in federation order.
+    """Reduce entries over the accepted messages, in federation order.
 
-    What is added up with the same weights is added up together: an operation for each client, not one for each of its entries.
+    Entries whose sums have the same weights are summed together: one operation per client, not one per entry.
 
     Args:
-        wanted: the entry and its reducer, by the name of what is made of it.
-        messages: of the clients.
-        rows: their training rows.
+        entries: the uploaded entry and its reducer, by the name of the reduced entry.
+        messages: the clients' messages.
+        rows: the clients' training rows.
         read_weights: whether uploaded weights are read and checked on the host.
+
+    Returns:
+        The reduced entries, in the order of ``entries``.
     """
-    made: Message = {}
-    alike: dict[Hashable, list[str]] = {}
-    for name, (entry, reducer) in wanted.items():
+    reduced: Message = {}
+    groups: dict[Hashable, list[str]] = {}
+    for name, (entry, reducer) in entries.items():
         values = [m[entry] for m in messages]
         first = next(iter(values[0].values()), None)
-        made[name] = {}  # in order, whatever is made first
+        reduced[name] = {}  # fixes the order of the result
         if first is None:
             continue
-        if reducer.sums == "ones" and first.is_floating_point():  # few leaves, as a rule
-            made[name] = reducer.finished({k: together([v[k] for v in values]).sum(0) for k in values[0]})
-        elif reducer.sums is not None:
-            alike.setdefault((reducer.sums, first.dtype), []).append(name)
+        if reducer.sum_key == "ones" and first.is_floating_point():
+            reduced[name] = reducer.finish({k: stack_or_view([v[k] for v in values]).sum(0) for k in values[0]})
+        elif reducer.sum_key is not None:
+            groups.setdefault((reducer.sum_key, first.dtype), []).append(name)
         elif reducer.kind == "maximum":
-            made[name] = {k: together([v[k] for v in values]).amax(0) for k in values[0]}
+            reduced[name] = {k: stack_or_view([v[k] for v in values]).amax(0) for k in values[0]}
         else:
-            stacked = {k: together([v[k] for v in values]) for k in values[0]}
-            made[name] = stacked if reducer.rule is None else reducer.rule(stacked)
-    for names in alike.values():
-        entry, reducer = wanted[names[0]]
-        shares = reducer.shares(messages, rows, entry, read_weights=read_weights)
-        places = [(wanted[name][0], k) for name in names for k in messages[0][wanted[name][0]]]
-        rows_of = [[m[e][k] for e, k in places] for m in messages]
-        sums = iter(tree.weighted_sums(rows_of, shares))
+            stacked = {k: stack_or_view([v[k] for v in values]) for k in values[0]}
+            reduced[name] = stacked if reducer.rule is None else reducer.rule(stacked)
+    for names in groups.values():
+        entry, reducer = entries[names[0]]
+        weights = reducer.sum_weights(messages, rows, entry, read_weights=read_weights)
+        keys = [(entries[name][0], k) for name in names for k in messages[0][entries[name][0]]]
+        values_of_clients = [[m[entry][k] for entry, k in keys] for m in messages]
+        sums = iter(tree.weighted_sums(values_of_clients, weights))
         for name in names:
-            entry, reducer = wanted[name]
-            made[name] = reducer.finished({k: next(sums) for k in messages[0][entry]})
-    return made
+            entry, reducer = entries[name]
+            reduced[name] = reducer.finish({k: next(sums) for k in messages[0][entry]})
+    return reduced
 
 
-def _uploaded(values: Sequence[Tensor]) -> Tensor:
-    """Numbers that clients sent, of any shape with one element, as a vector."""
-    alike = len({v.shape for v in values}) == 1
-    return together(values if alike else [v.reshape(()) for v in values]).reshape(-1).double()
+def _as_vector(values: Sequence[Tensor]) -> Tensor:
+    """Return tensors of one element, of any shapes, as a vector in float64."""
+    same_shape = len({v.shape for v in values}) == 1
+    return stack_or_view(values if same_shape else [v.reshape(()) for v in values]).reshape(-1).double()
 
 
-def _on_host(value: Tensor) -> bool:
-    """Whether the host can read a value without waiting."""
-    return value.is_cpu
+def stack_or_view(values: Sequence[Tensor]) -> Tensor:
+    """Stack K tensors of shape S into a tensor of shape ``(K, *S)``.
+
+    If they are the rows of one contiguous tensor, in order, return that tensor, not a copy.
+    """
+    base = _common_base(values)
+    return torch.stack(list(values)) if base is None else base
 
 
-def together(values: Sequence[Tensor]) -> Tensor:
-    """Tensors along a new axis 0: nothing is copied where they are all rows of one tensor, in order."""
-    whole = _whole(values)
-    return torch.stack(list(values)) if whole is None else whole
-
-
-def _whole(values: Sequence[Tensor]) -> Tensor | None:
-    """The tensor without gaps of which these are the rows, in order; None where there is none."""
-    whole = values[0]._base
-    if whole is None or whole.requires_grad or whole.shape != (len(values), *values[0].shape):
+def _common_base(values: Sequence[Tensor]) -> Tensor | None:
+    """Return the contiguous tensor whose rows are exactly these tensors, in order; None if there is none."""
+    base = values[0]._base
+    if base is None or base.requires_grad or base.shape != (len(values), *values[0].shape):
         return None
-    begin, step, lies = whole.data_ptr(), whole.stride(0) * whole.element_size(), (whole.dtype, whole.stride()[1:])
-    rows = [begin + i * step for i in range(len(values))]
-    same = whole.is_contiguous() and all(v._base is whole and (v.dtype, v.stride()) == lies for v in values)
-    return whole if same and [v.data_ptr() for v in values] == rows else None
+    start, step, layout = base.data_ptr(), base.stride(0) * base.element_size(), (base.dtype, base.stride()[1:])
+    rows = [start + i * step for i in range(len(values))]
+    same = base.is_contiguous() and all(v._base is base and (v.dtype, v.stride()) == layout for v in values)
+    return base if same and [v.data_ptr() for v in values] == rows else None
 
 
 def mean(weight: str = "n", *, log: bool = False) -> Reducer:

@@ -7,7 +7,7 @@ import inspect
 import re
 import typing
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal, ParamSpec
 
 from fedloom.errors import UnknownName, UserError
@@ -83,7 +83,7 @@ def recipe(
         @functools.wraps(fn)
         def make(*args: P.args, **kwargs: P.kwargs) -> Method:
             given = _arguments(entry, args, kwargs)
-            return replace(fn(**given), text=_text(entry, given))  # type: ignore[call-arg]
+            return fn(**given).with_complete_text(_text(entry, given))  # type: ignore[call-arg]
 
         entry = Entry(fn.__name__, "method", make, _first_line(fn), paper, bounds, presets or {}, plugin)
         _register(METHODS, entry, force)
@@ -101,7 +101,7 @@ def plugin(
         @functools.wraps(fn)
         def make(*args: P.args, **kwargs: P.kwargs) -> Plugin:
             given = _arguments(entry, args, kwargs)
-            return Plugin(_text(entry, given), fn(**given))  # type: ignore[call-arg]
+            return Plugin(_text(entry, given), fn(**given), registered=True)  # type: ignore[call-arg]
 
         entry = Entry(fn.__name__, "plugin", make, _first_line(fn), paper, bounds, presets or {})
         _register(PLUGINS, entry, force)

@@ -1,4 +1,7 @@
-"""A run: everything is resolved before round one, then THE round loop."""
+"""A run and THE round loop.
+
+:meth:`Run.play` is one round: dispatch, ``run_cohort``, ``prefetch``, ``aggregate_replies``, ``confirm``.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from typing import Any
 
 import torch
 
-from fedloom import evaluation, rng, sampling, server
+from fedloom import evaluation, rng, sampling, server, transfer
 from fedloom.bound import Bound
 from fedloom.clients.runner import ClientRunner
 from fedloom.data import Rows
@@ -27,32 +30,33 @@ from fedloom.work import ClientState, Participant, Post, Reply, Site, Work
 Record = dict[str, Any]
 
 SERVER = "server"
-JUDGED = 1024
-"""Clients that are tested at a time: what they keep is in memory together."""
+EVALUATION_COHORT = 1024
+"""Largest number of clients that are evaluated together: their states are in memory at the same time."""
 
 
 @dataclass(slots=True)
 class Run:
-    """The state of a run and the steps that change it.
+    """State of a run, and the steps that change it.
 
     Args:
-        bound: the method bound to model and task; ``later`` holds those that take over after some rounds.
-        engine: where clients run.
-        work: how they work.
+        bound: the method, bound to model and task.
+        engine: runs the clients.
+        work: options of the clients' training.
         sites: the clients, in federation order.
         size: clients per round.
-        state: the server.
-        clients: what each client keeps.
-        judges: the sites on whose rows models are tested, and the site whose state each uses.
+        state: the server's state.
+        clients: the clients' states.
+        later: methods that replace ``bound``, by the round after which they do.
+        judges: for each client with test rows its site, and the client whose state is tested on it.
         last: metrics of the last evaluation, by client.
-        participation: who takes part in a round.
-        trace: who is available in each round, where participation says so.
-        moments: when the clients of a round are tested besides its end: ``before`` and ``after`` their training.
+        participation: options of the clients' participation.
+        trace: the clients that are available in each round, if participation depends on it.
+        moments: additional tests in a round: ``before`` and ``after`` the clients' training.
         new: clients that never take part and are adapted at the end.
         adapt_epochs: epochs of their adaptation.
-        setup_replies: what clients sent in the setup program; the first round counts their bytes.
-        watch: called in a round with the bound method, the server's state before it and the sorted replies, which it does
-            not change.
+        setup_replies: replies of the setup program; the first round counts their bytes.
+        watch: called in each round with the bound method, the server's state before the round and
+            the checked replies. It must not change them.
     """
 
     bound: Bound
@@ -76,7 +80,7 @@ class Run:
 
     @property
     def roster(self) -> sampling.Roster:
-        """Who there is and how many training rows each has."""
+        """The clients and their numbers of training rows."""
         if self._roster is None or self._roster[0] is not self.sites:
             rows = (
                 self.sites.rows()
@@ -87,12 +91,12 @@ class Run:
         return self._roster[1]
 
     def at(self, round: int) -> Bound:
-        """The bound method in force in a round."""
-        begun = [r for r in self.later if round > r]
-        return self.later[max(begun)] if begun else self.bound
+        """Return the bound method of a round."""
+        switches = [r for r in self.later if round > r]
+        return self.later[max(switches)] if switches else self.bound
 
     def cohort(self, ids: Sequence[str], round: int) -> Cohort:
-        """What server stages know of a cohort."""
+        """Return the facts of a cohort for the server's stages."""
         roster = self.roster
         assert self._roster is not None
         return Cohort(
@@ -109,24 +113,24 @@ class Run:
         )
 
     def participant(self, name: str, sent: Dispatch | None = None, share: float = 1.0) -> Participant:
-        """A client that is asked to work."""
+        """Return a client's task: its rows, its state and its messages."""
         addressed: Memory = dict(sent.addressed[name]) if sent is not None else {}
         key = sent.keys.get(name) if sent is not None else None
         return Participant(self.sites[name], self.state_of(name), addressed, key, share)
 
     def state_of(self, name: str) -> ClientState:
-        """What a client keeps; nothing before its first round."""
+        """Return a client's state; empty before its first round."""
         return self.clients.get(name) or ClientState()
 
     def rounds_of(self, name: str) -> int:
-        """How often a client has taken part."""
-        counted = getattr(self.clients, "rounds", None)  # a store knows it without reading what the client keeps
-        return self.state_of(name).rounds if counted is None else int(counted(name))
+        """Return the number of rounds in which a client took part."""
+        rounds_in_store = getattr(self.clients, "rounds", None)  # a ClientStore counts without reading a file
+        return self.state_of(name).rounds if rounds_in_store is None else int(rounds_in_store(name))
 
     # One round.
 
     def setup(self) -> None:
-        """The setup program: every client, once, before round one; or one client for all."""
+        """Run the setup program before round one: every client once, or one client for all."""
         program = self.bound.method.schedule.setup
         if not program:
             return
@@ -134,19 +138,19 @@ class Run:
         if self.bound.method.schedule.setup_by == "one":
             ids = [ids[int(rng.stream(self.work.seed, "sample", "setup").integers(len(ids)))]]
         cohort = self.cohort(ids, 0)
-        sent = server.plain_dispatch(self.bound, self.state, cohort)
-        people = [self.participant(i, sent) for i in ids]
-        replies = self.engine.run_cohort(self.bound, self.work, program, sent.post, people)
+        sent = server.setup_dispatch(self.bound, self.state, cohort)
+        participants = [self.participant(i, sent) for i in ids]
+        replies = self.engine.run_cohort(self.bound, self.work, program, sent.post, participants)
         pending = server.aggregate_replies(self.bound, self.state, replies, lambda ids: self.cohort(ids, 0), "setup")
         after, outcome = server.confirm(pending)
         if outcome.rejected:
-            raise RunError(f"setup: no reply may be missing ({_reasons(outcome)}); nothing was stored")
+            raise RunError(f"setup: no reply may be missing ({outcome.reasons}); nothing was stored")
         self.state, self.setup_replies = after, outcome.accepted
         for reply in outcome.accepted:
             self.clients[reply.id] = replace(reply.state, rounds=0)
 
     def drawn(self, round: int) -> sampling.Drawn:
-        """Who takes part in a round."""
+        """Draw the clients of a round."""
         everyone = self.at(round).method.schedule.participation == "all"
         return sampling.draw(
             self.participation, self.trace, self.work.seed, round, self.roster, self.size, everyone=everyone
@@ -159,28 +163,34 @@ class Run:
         shares: Mapping[str, float] | None = None,
         dropped: Sequence[str] = (),
     ) -> tuple[Outcome, Dispatch]:
-        """One round: prepare, clients, aggregate, confirm, store. Nothing is kept of a reply that is rejected.
+        """Play one round. A rejected reply changes neither the server nor its client.
 
         Args:
-            ids: the clients that are asked.
+            ids: the clients of the round.
             round: the round, from 1.
-            shares: share of their steps that stragglers make.
-            dropped: clients that were asked and send nothing; where all are, the round changes nothing.
+            shares: fraction of their steps that stragglers make.
+            dropped: clients that do not reply. If all are, the round changes nothing.
+
+        Returns:
+            The checked replies and the server's messages.
+
+        Raises:
+            RunError: no reply is accepted, or a leaf of the server is no longer finite.
         """
         bound = self.at(round)
         if round - 1 in self.later:
-            self.state = server.handed_over(bound, self.state)
+            self.state = server.switch_method(bound, self.state)
         self.state, sent = server.dispatch(bound, self.state, self.cohort(ids, round))
-        people = [self.participant(i, sent, (shares or {}).get(i, 1.0)) for i in ids if i not in dropped]
-        if not people:
+        participants = [self.participant(i, sent, (shares or {}).get(i, 1.0)) for i in ids if i not in dropped]
+        if not participants:
             self.state = replace(self.state, round=round)
             return Outcome(), sent
-        replies = self._replies(bound, sent.post, people)
-        self._prefetch(round + 1)
+        replies = self._run_cohort(bound, sent.post, participants)
+        self._prefetch(round + 1)  # before anything waits for the device
         pending = server.aggregate_replies(bound, self.state, replies, lambda ids: self.cohort(ids, round))
         after, outcome = server.confirm(pending)
         if not outcome.accepted:
-            reasons = _reasons(outcome) or "no client made a step"
+            reasons = outcome.reasons or "no client made a step"
             raise RunError(
                 f"round {round}: no reply could be used ({reasons}); the last good state is that of round {round - 1}"
             )
@@ -189,22 +199,22 @@ class Run:
         self.state = after
         for reply in outcome.accepted:
             self.clients[reply.id] = reply.state
-        self._own_work(bound, round)
+        self._run_server_program(bound, round)
         return outcome, sent
 
     def _prefetch(self, round: int) -> None:
-        """Tells the engine which clients come next, before anything waits for the device. Most engines ignore it."""
+        """Give the engine the clients of the next round as a hint. Most engines ignore it."""
 
         def participants() -> list[Participant]:
             drawn = self.drawn(round)
-            working = [i for i in drawn.ids if i not in drawn.dropped]
-            return [Participant(self.sites[i], ClientState(), share=drawn.shares.get(i, 1.0)) for i in working]
+            ids = [i for i in drawn.ids if i not in drawn.dropped]
+            return [Participant(self.sites[i], ClientState(), share=drawn.shares.get(i, 1.0)) for i in ids]
 
         if self.work.rounds is None or round <= self.work.rounds:
             self.engine.prefetch(self.at(round), self.work, round, participants)
 
-    def _own_work(self, bound: Bound, round: int) -> None:
-        """The server's own program: the server as one more participant, with the rows that it holds."""
+    def _run_server_program(self, bound: Bound, round: int) -> None:
+        """Run the server's own training program, if the method has one, on the rows in its memory."""
         program, rows = bound.method.schedule.server, bound.method.server.rows
         if not program or rows is None:
             return
@@ -212,30 +222,30 @@ class Run:
         site = Site(SERVER, Rows(x, y), None, None, y.cpu().numpy(), torch.zeros(0, device=y.device))
         cohort = replace(self.cohort([], round), ids=(SERVER,), rows=(len(y),))
         _, sent = server.dispatch(bound, self.state, cohort)
-        desk = ClientRunner(bound, self.work, sent.post, [Participant(site, ClientState())])
-        desk.run(program)
-        (reply,) = desk.replies()
+        runner = ClientRunner(bound, self.work, sent.post, [Participant(site, ClientState())])
+        runner.run(program)
+        (reply,) = runner.replies()
         leaves = server.add_update(self.state.leaves, reply.message)
         server.check_leaves(leaves)
         self.state = replace(self.state, leaves=leaves)
 
-    def _replies(self, bound: Bound, post: Post, people: Sequence[Participant]) -> list[Reply]:
-        """The clients' work; those that have test rows are tested in between, where the run asks for it."""
+    def _run_cohort(self, bound: Bound, post: Post, participants: Sequence[Participant]) -> list[Reply]:
+        """Run the round's program, with tests at the run's ``moments`` for clients with test rows."""
         program = bound.method.schedule.round
         if not self.moments:
-            return self.engine.run_cohort(bound, self.work, program, post, people)
-        tested = [p for p in people if p.site.test is not None]
-        others = [p for p in people if p.site.test is None]
-        found: dict[str, Reply] = {}
-        for group, steps in ((tested, with_judgements(program, self.moments)), (others, program)):
+            return self.engine.run_cohort(bound, self.work, program, post, participants)
+        tested = [p for p in participants if p.site.test is not None]
+        untested = [p for p in participants if p.site.test is None]
+        replies: dict[str, Reply] = {}
+        for group, steps in ((tested, add_tests(program, self.moments)), (untested, program)):
             if group:
-                found |= {r.id: r for r in self.engine.run_cohort(bound, self.work, steps, post, group)}
-        return [found[p.site.id] for p in people]
+                replies |= {r.id: r for r in self.engine.run_cohort(bound, self.work, steps, post, group)}
+        return [replies[p.site.id] for p in participants]
 
     # Evaluation.
 
     def validate(self, ids: Iterable[str]) -> dict[str, Metrics]:
-        """Metrics of clients' own models on their validation rows."""
+        """Return the metrics of clients' own models on their validation rows."""
         bound = self.at(self.state.round)
         sizes = {n: len(rows) for n in ids if (rows := self.judges[n][0].val) is not None}
         if not sizes:
@@ -244,7 +254,7 @@ class Run:
         return evaluation.own_metrics(bound.task, self.judged(bound, program, list(sizes)), sizes)
 
     def evaluate(self, ids: Iterable[str], *, shared: bool = True) -> tuple[dict[str, Metrics], Metrics | None]:
-        """Metrics of clients' own models on their test rows, and of the shared model on all of them."""
+        """Return the metrics of clients' own models, each on its test rows, and of the shared model on all rows."""
         bound = self.at(self.state.round)
         judges = [n for n in ids if self.judges[n][0].test is not None]
         if not judges:
@@ -259,31 +269,34 @@ class Run:
         return own, evaluation.pooled_metrics(bound.task, replies, "test")
 
     def judged(self, bound: Bound, program: Program, names: Sequence[str]) -> list[Reply]:
-        """Runs a program that ends in a judgement; nothing that it changes is kept."""
+        """Run a program that ends in a test for some clients. Stores no state."""
         post, addressed = self._evaluation_post(bound)
         replies: list[Reply] = []
-        for start in range(0, len(names), JUDGED):
-            people = [self._judge(n, addressed) for n in names[start : start + JUDGED]]
-            some = self.engine.run_cohort(bound, self.work, program, post, people)
-            replies += [replace(r, state=ClientState()) for r in some]
+        for start in range(0, len(names), EVALUATION_COHORT):
+            participants = [self._judge(n, addressed) for n in names[start : start + EVALUATION_COHORT]]
+            cohort_replies = self.engine.run_cohort(bound, self.work, program, post, participants)
+            replies += [replace(r, state=ClientState()) for r in cohort_replies]
         return replies
 
     def desk(self, name: str) -> ClientRunner:
-        """A client's desk after its adapt program: its own model, ready for use."""
+        """Return a client's runner after its adapt program: its own model, ready for use."""
         return next(self.desks([name]))
 
     def desks(self, names: Iterable[str]) -> Iterator[ClientRunner]:
-        """The desks of several clients, one after another."""
+        """Yield the runners of several clients, one after another."""
         bound = self.at(self.state.round)
         post, addressed = self._evaluation_post(bound)
         for name in names:
-            desk = ClientRunner(bound, self.work, post, [self._judge(name, addressed)])
+            runner = ClientRunner(bound, self.work, post, [self._judge(name, addressed)])
             with torch.inference_mode(False), torch.enable_grad():  # a caller may have switched gradients off
-                desk.run(bound.method.schedule.adapt)
-            yield desk
+                runner.run(bound.method.schedule.adapt)
+            yield runner
 
     def _evaluation_post(self, bound: Bound) -> tuple[Post, Mapping[str, Memory]]:
-        """The post of the model that is tested; prepare stages run only where the method's own model depends on them."""
+        """Return the messages of the model that is tested, by client and owner where they are addressed.
+
+        Prepare stages run only if the method's own model depends on them.
+        """
         cohort = self.cohort(self.roster.ids, self.state.round)
         method, state = bound.method, self.state
         if method.partition.receive is None and len(method.schedule.adapt) == 1 and method.evaluate.predict is None:
@@ -294,10 +307,6 @@ class Run:
     def _judge(self, name: str, addressed: Mapping[str, Memory]) -> Participant:
         site, owner = self.judges[name]
         return Participant(site, self.state_of(owner), dict(addressed.get(owner, {})))
-
-
-def _reasons(outcome: Outcome) -> str:
-    return "; ".join(f"client {r.client}: {r.reason}" for r in outcome.rejected)
 
 
 def rounds(
@@ -311,32 +320,26 @@ def rounds(
     """THE round loop.
 
     Args:
-        run: the run; it may have played some rounds already.
-        total: number of rounds.
+        run: the run, after any number of rounds.
+        total: number of rounds of the whole run.
         play: plays a round in the run's mode and returns its facts.
-        evaluate: returns the metrics of a round, given its facts (nulls where it is not evaluated).
-        after: called with each record, which it may complete; true stops the run.
+        evaluate: returns the metrics of a round from its facts (null in rounds without evaluation).
+        after: called with each record, which it may complete. It returns whether the run stops.
     """
     for round in range(run.state.round + 1, total + 1):
-        begun = time.perf_counter()
+        start = time.perf_counter()
         facts = play(round)
-        synchronise(run)
-        played = time.perf_counter()
+        transfer.synchronise(next(iter(run.state.leaves.values())).device)
+        middle = time.perf_counter()
         metrics = evaluate(round, facts)
-        done = time.perf_counter()
-        times = {"seconds": played - begun, "seconds_eval": done - played, "seconds_total": done - begun}
+        end = time.perf_counter()
+        times = {"seconds": middle - start, "seconds_eval": end - middle, "seconds_total": end - start}
         if after({"round": round, **facts, **metrics, **times}):
             break
 
 
-def synchronise(run: Run) -> None:
-    """Waits for the device, so that times are true."""
-    if next(iter(run.state.leaves.values())).is_cuda:
-        torch.cuda.synchronize()
-
-
-def with_judgements(program: Program, moments: Sequence[str]) -> Program:
-    """A round's program that also tests the client's model before and after its training."""
+def add_tests(program: Program, moments: Sequence[str]) -> Program:
+    """Return a round's program that also tests the client's model ``before`` or ``after`` its training."""
     steps: list[Step] = []
     for step in program:
         if isinstance(step, Send) and "after" in moments:
@@ -348,7 +351,7 @@ def with_judgements(program: Program, moments: Sequence[str]) -> Program:
 
 
 def federated(run: Run, round: int) -> Record:
-    """One round over the sites."""
+    """Play one round over the sites and return its record."""
     drawn = run.drawn(round)
     newcomers = sum(run.rounds_of(i) == 0 for i in drawn.ids) if round > 1 else 0
     bound = run.at(round)
@@ -370,6 +373,6 @@ def federated(run: Run, round: int) -> Record:
     task = run.bound.task
     for moment in run.moments:
         scores = [task.judge(*r.judged[moment]).get(task.primary) for r in outcome.accepted if moment in r.judged]
-        known = [v for v in scores if v is not None]
-        record[f"{task.primary}_{moment}"] = sum(known) / len(known) if known else None
+        numbers = [v for v in scores if v is not None]
+        record[f"{task.primary}_{moment}"] = sum(numbers) / len(numbers) if numbers else None
     return record

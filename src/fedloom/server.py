@@ -1,4 +1,9 @@
-"""The server's side of a round: prepare what is sent, aggregate the replies, check them, move the leaves."""
+"""The server's side of a round.
+
+:func:`dispatch` runs the prepare stages and makes the messages to the clients. :func:`aggregate_replies`
+computes the new server state without waiting for the device, as if all replies were finite.
+:func:`confirm` reads the result of the check once, and aggregates again if a reply is not finite.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +27,12 @@ When = Literal["round", "setup"]
 
 @dataclass(frozen=True, slots=True)
 class ServerState:
-    """What the server knows.
+    """State of the server between two rounds.
 
     Args:
         leaves: every leaf; personal ones at their initial values.
         memory: memory of the server stages, by owner.
-        round: number of rounds played.
+        round: number of completed rounds.
     """
 
     leaves: Leaves
@@ -37,24 +42,22 @@ class ServerState:
 
 @dataclass(frozen=True, slots=True)
 class Dispatch:
-    """What the clients of a round are sent.
+    """The server's messages of a round.
 
     Args:
-        post: what everybody gets.
-        addressed: what single clients get, by client and owner.
+        post: the message to all clients.
+        addressed: the messages to single clients, by client and owner.
         keys: static key of each client.
-        personal: gated leaves that are personal in this round.
     """
 
     post: Post
     addressed: Mapping[str, Memory]
     keys: Mapping[str, Hashable]
-    personal: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Rejection:
-    """A reply that was not accepted, and why."""
+    """A reply that the server does not accept, with the reason."""
 
     client: str
     reason: str
@@ -62,10 +65,10 @@ class Rejection:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The replies of a round, sorted.
+    """Result of the check of a round's replies.
 
     Args:
-        accepted: replies that were aggregated. Their losses are numbers.
+        accepted: replies that were aggregated. Their losses are numbers, no tensors.
         rejected: replies that are malformed or not finite.
         skipped: clients that made no step.
     """
@@ -74,19 +77,24 @@ class Outcome:
     rejected: Sequence[Rejection] = ()
     skipped: Sequence[str] = ()
 
+    @property
+    def reasons(self) -> str:
+        """The rejected clients with their reasons, for error messages."""
+        return "; ".join(f"client {r.client}: {r.reason}" for r in self.rejected)
+
 
 @dataclass(frozen=True, slots=True)
 class PendingRound:
-    """A round that was aggregated before anybody knows whether its replies are finite.
+    """Round that is aggregated before the host knows whether all replies are finite.
 
     Args:
         before: the server's state before the round.
-        after: the server's state if all candidates are finite; None where the aggregation raised an error.
+        after: the server's state if all candidates are finite; None if the aggregation raised an error.
         candidates: the well-formed replies.
         outcome: the other replies: malformed ones are rejected, clients without a step are skipped.
-        numbers: what :func:`confirm` reads, in one tensor: a number that is finite only if the candidates and the new
-            leaves are, then the loss of each candidate whose loss is still on the device.
-        aggregate: aggregates some of the candidates again, and reads uploaded weights on the host to check them.
+        numbers: the tensor that :func:`confirm` reads, shape ``(1 + losses,)``: an indicator that is
+            finite only if the candidates and the new leaves are, then the losses that are on the device.
+        aggregate: aggregates some of the candidates again. Reads uploaded weights on the host to check them.
     """
 
     before: ServerState
@@ -97,13 +105,13 @@ class PendingRound:
     aggregate: Callable[[Sequence[Reply]], ServerState]
 
 
-def opening(bound: Bound) -> ServerState:
-    """The server's state before round one."""
+def initial_state(bound: Bound) -> ServerState:
+    """Return the server's state before round one."""
     return ServerState(bound.start, bound.server_memory)
 
 
-def handed_over(bound: Bound, state: ServerState) -> ServerState:
-    """The server's state when another method takes over: common leaves and memory stay, those it adds are initial."""
+def switch_method(bound: Bound, state: ServerState) -> ServerState:
+    """Return the state for another method: it keeps common leaves and memory, the method's others are initial."""
     leaves = {name: state.leaves.get(name, value) for name, value in bound.start.items()}
     return replace(state, leaves=leaves, memory={**bound.server_memory, **state.memory})
 
@@ -112,7 +120,11 @@ def handed_over(bound: Bound, state: ServerState) -> ServerState:
 
 
 def dispatch(bound: Bound, state: ServerState, cohort: Cohort) -> tuple[ServerState, Dispatch]:
-    """Runs the prepare stages and makes what the clients of a round are sent."""
+    """Run the prepare stages and make the messages of a round.
+
+    Returns:
+        The state with the memory that the prepare stages return, and the messages.
+    """
     server = bound.method.server
     memory = dict(state.memory)
     broadcast: Memory = {}
@@ -128,33 +140,31 @@ def dispatch(bound: Bound, state: ServerState, cohort: Cohort) -> tuple[ServerSt
             addressed[name][stage.owner] = value
         keys.update(prepared.keys)
     state = replace(state, memory=memory)
-    sent = post(bound, state, cohort, broadcast)
-    return state, Dispatch(sent, addressed, keys, _personal(bound, state, sent))
+    return state, Dispatch(post(bound, state, cohort, broadcast), addressed, keys)
 
 
-def plain_dispatch(bound: Bound, state: ServerState, cohort: Cohort) -> Dispatch:
-    """What the clients are sent in the setup program: no prepare stage runs."""
-    addressed: dict[str, Memory] = {name: {} for name in cohort.ids}
-    sent = post(bound, state, cohort, {})
-    return Dispatch(sent, addressed, {}, _personal(bound, state, sent))
-
-
-def _personal(bound: Bound, state: ServerState, sent: Post) -> tuple[str, ...]:
-    off = sent.off
-    return personal_now(bound, state) if off is None else tuple(name for name in sent.gate if name in off)
+def setup_dispatch(bound: Bound, state: ServerState, cohort: Cohort) -> Dispatch:
+    """Make the messages of the setup program. No prepare stage runs."""
+    return Dispatch(post(bound, state, cohort, {}), {name: {} for name in cohort.ids}, {})
 
 
 def post(bound: Bound, state: ServerState, cohort: Cohort, broadcast: Memory, *, tested: bool = False) -> Post:
-    """What everybody is sent; with ``tested``, of the model that is evaluated rather than the one that is trained."""
-    gate = bound.method.server.gate
+    """Make the message to all clients.
+
+    Args:
+        bound: the method.
+        state: the server's state.
+        cohort: the clients.
+        broadcast: tensors of the prepare stages, by owner.
+        tested: whether to send the model that is evaluated in place of the one that is trained.
+    """
     leaves, rule = state.leaves, bound.method.evaluate.tested
-    gates = {} if gate is None else gate(state.memory)
-    device, off = next(iter(leaves.values())).device, None
-    if gates and next(iter(gates.values())).is_cpu:
-        off = frozenset(tree.zero_names(gates))
-        if device.type != "cpu":
-            values = torch.stack(list(gates.values()))
-            gates = dict(zip(gates, transfer.onto(values, device).unbind(), strict=True))
+    gates = _gates(bound, state)
+    off = frozenset(tree.zero_names(gates)) if gates else None
+    if gates:  # one copy for all; a server stage decides about gates on the host
+        values = torch.stack(list(gates.values()))
+        device = next(iter(leaves.values())).device
+        gates = dict(zip(gates, transfer.to_device_async(values, device).unbind(), strict=True))
     return Post(
         leaves=rule(leaves, state.memory) if tested and rule is not None else leaves,
         broadcast=broadcast,
@@ -176,72 +186,87 @@ def aggregate_replies(
     cohort_of: Callable[[Sequence[str]], Cohort],
     when: When = "round",
 ) -> PendingRound:
-    """Aggregates all well-formed replies as if they were finite. Does not wait for the device unless a stage does.
+    """Aggregate all well-formed replies as if they were finite. Waits for the device only if a stage does.
 
     Args:
         bound: the method.
         state: the server's state before the round.
         replies: one reply per client.
-        cohort_of: the facts of a cohort, given its clients.
+        cohort_of: returns the facts of a cohort from the ids of its clients.
         when: the program that the clients ran.
     """
 
-    def aggregate_some(some: Sequence[Reply], *, read_weights: bool = True) -> ServerState:
-        cohort = cohort_of([r.id for r in some])
-        return aggregate(bound, state, some, cohort, when, read_weights=read_weights)
+    def aggregate_subset(subset: Sequence[Reply], *, read_weights: bool = True) -> ServerState:
+        cohort = cohort_of([r.id for r in subset])
+        return aggregate(bound, state, subset, cohort, when, read_weights=read_weights)
 
     candidates, outcome = _well_formed(bound, replies, when)
     after: ServerState | None = None
     if candidates:
         try:
-            after = aggregate_some(candidates, read_weights=False)
+            after = aggregate_subset(candidates, read_weights=False)
         except Exception:
-            # A stage may fail on a reply that is not finite. `confirm` aggregates again and then raises errors of its own.
+            # A stage may fail on a reply that is not finite. `confirm` aggregates again and raises the stage's own errors.
             after = None
-    return PendingRound(state, after, candidates, outcome, _numbers(candidates, state, after), aggregate_some)
+    return PendingRound(state, after, candidates, outcome, _numbers(candidates, state, after), aggregate_subset)
 
 
 def confirm(pending: PendingRound) -> tuple[ServerState, Outcome]:
-    """Waits for the device once. If something is not finite, aggregates again without the replies that are not.
+    """Read the check of a round. If it fails, aggregate again without the replies that are not finite.
 
-    Returns the state before the round if no reply is accepted.
+    Returns:
+        The state after the round, or the state before it if no reply is accepted, and the sorted replies.
 
     Raises:
-        RunError: all replies are finite and a leaf of the server is not.
+        RunError: all accepted replies are finite and a leaf of the server is not.
     """
-    indicator, *values = pending.numbers.tolist()
+    indicator, *values = pending.numbers.tolist()  # waits for the device
     losses = iter(values)
     candidates = [replace(r, loss=next(losses)) if isinstance(r.loss, Tensor) else r for r in pending.candidates]
     finite = math.isfinite(indicator) and not any(map(_loss_fault, candidates))
     if pending.after is not None and finite:
         return pending.after, replace(pending.outcome, accepted=candidates)
-    faults = [first_fault(reply) for reply in candidates]
-    accepted = [reply for reply, fault in zip(candidates, faults, strict=True) if fault is None]
-    rejected = [Rejection(r.id, fault) for r, fault in zip(candidates, faults, strict=True) if fault is not None]
-    outcome = replace(pending.outcome, accepted=accepted, rejected=[*pending.outcome.rejected, *rejected])
-    if not accepted:
+    outcome = _reject_non_finite(candidates, pending.outcome)
+    if not outcome.accepted:
         return pending.before, outcome
-    after = pending.aggregate(accepted)
+    after = pending.aggregate(outcome.accepted)
     check_leaves(after.leaves)
     return after, outcome
 
 
 def check_leaves(leaves: Leaves) -> None:
-    """Refuses leaves of the server that are not finite.
-
-    Raises:
-        RunError: one of them holds a NaN or an infinity.
-    """
+    """Raise RunError if a leaf of the server holds a NaN or an infinity."""
     name = tree.first_non_finite(leaves)
     if name is not None:
         raise RunError(f"the server's leaf {name!r} is no longer finite after the server stages")
 
 
-# The check of replies. A reply is accepted if its message is well formed and all that it brings is finite.
+# The check of replies. The server accepts a reply if its message is well formed and if message, kept leaves, memory
+# and loss are finite.
 
 
-def _contents(reply: Reply) -> Iterator[tuple[str, Leaves]]:
-    """All tensors that a reply brings but its loss: what is sent, and what the client keeps."""
+def check_replies(bound: Bound, replies: Sequence[Reply], when: When) -> Outcome:
+    """Check replies that are not aggregated. Waits for the device.
+
+    Args:
+        bound: the method.
+        replies: one reply per client.
+        when: the program that the clients ran.
+    """
+    candidates, outcome = _well_formed(bound, replies, when)
+    return _reject_non_finite(candidates, outcome)
+
+
+def _reject_non_finite(candidates: Sequence[Reply], outcome: Outcome) -> Outcome:
+    """Add well-formed replies to an outcome: accepted if all their values are finite, else rejected."""
+    faults = [first_fault(reply) for reply in candidates]
+    accepted = [reply for reply, fault in zip(candidates, faults, strict=True) if fault is None]
+    rejected = [Rejection(r.id, fault) for r, fault in zip(candidates, faults, strict=True) if fault is not None]
+    return replace(outcome, accepted=accepted, rejected=[*outcome.rejected, *rejected])
+
+
+def _tensors(reply: Reply) -> Iterator[tuple[str, Leaves]]:
+    """Yield all tensors of a reply except its loss, with a description: message, kept leaves, memory."""
     yield from reply.message.items()
     yield "its own leaves", reply.state.leaves
     for owner, memory in reply.state.memory.items():
@@ -249,16 +274,17 @@ def _contents(reply: Reply) -> Iterator[tuple[str, Leaves]]:
 
 
 def first_fault(reply: Reply) -> str | None:
-    """The first thing in a reply that is not finite, in words; None where all is."""
-    for what, leaves in _contents(reply):
+    """Describe the first value of a reply that is not finite; None if all are finite."""
+    for description, leaves in _tensors(reply):
         name = tree.first_non_finite(leaves)
         if name is not None:
-            return f"{what}[{name!r}] is not finite"
+            return f"{description}[{name!r}] is not finite"
     return _loss_fault(reply)
 
 
 def _loss_fault(reply: Reply) -> str | None:
-    """Whether the loss of a client that made a step is not finite. Of no steps it is the mean of nothing, a NaN."""
+    """Describe a loss that is not finite; None if it is finite or the client made no step."""
+    # Without a step the loss is the mean of no values, a NaN.
     if reply.loss is None or not any(reply.steps.values()):
         return None
     loss = float(reply.loss)
@@ -266,17 +292,20 @@ def _loss_fault(reply: Reply) -> str | None:
 
 
 def _numbers(candidates: Sequence[Reply], before: ServerState, after: ServerState | None) -> Tensor:
-    """What decides about a round, in one tensor of the device (see :class:`PendingRound`)."""
-    values = [v for reply in candidates for _, leaves in _contents(reply) for v in leaves.values()]
+    """Return the tensor that :func:`confirm` reads (see :class:`PendingRound`)."""
+    values = [v for reply in candidates for _, leaves in _tensors(reply) for v in leaves.values()]
     if after is not None:
         values += [v for name, v in after.leaves.items() if v is not before.leaves[name]]
     indicator = tree.finite_indicator(values).reshape(1)
     losses = [r.loss for r in candidates if isinstance(r.loss, Tensor)]
-    return torch.cat([indicator, reducers.together(losses).double()]) if losses else indicator
+    return torch.cat([indicator, reducers.stack_or_view(losses).double()]) if losses else indicator
 
 
 def _well_formed(bound: Bound, replies: Sequence[Reply], when: When) -> tuple[list[Reply], Outcome]:
-    """The well-formed replies, and the others: malformed ones are rejected, clients that made no step are skipped."""
+    """Split replies into the well-formed ones and an outcome of the others.
+
+    Malformed replies are rejected, clients that made no training step are skipped.
+    """
     trains = when == "round" and bool(bound.method.phases("round"))
     candidates, rejected, skipped = list[Reply](), list[Rejection](), list[str]()
     for reply in replies:
@@ -285,7 +314,7 @@ def _well_formed(bound: Bound, replies: Sequence[Reply], when: When) -> tuple[li
         elif trains and not any(reply.steps.values()):
             skipped.append(reply.id)
         else:
-            fault = _malformed(bound, reply.message, candidates[0].message if candidates else reply.message)
+            fault = _form_fault(bound, reply.message, candidates[0].message if candidates else reply.message)
             if fault is None:
                 candidates.append(reply)
             else:
@@ -293,8 +322,8 @@ def _well_formed(bound: Bound, replies: Sequence[Reply], when: When) -> tuple[li
     return candidates, Outcome((), rejected, skipped)
 
 
-def _malformed(bound: Bound, message: Message, first: Message) -> str | None:
-    """What is wrong with the form of a message, compared with that of the first client."""
+def _form_fault(bound: Bound, message: Message, first: Message) -> str | None:
+    """Describe the first difference in form between a message and the first client's; None if there is none."""
     if message.keys() != first.keys():
         return f"it sends {sorted(message)}, where the other clients send {sorted(first)}"
     for entry, values in message.items():
@@ -319,70 +348,76 @@ def aggregate(
     *,
     read_weights: bool = False,
 ) -> ServerState:
-    """The server's new state: reduces the messages, runs the server stages, moves the leaves. Changes no argument.
+    """Reduce the messages, run the server stages, add the update to the leaves. Changes no argument.
 
     Args:
         bound: the method.
         state: the server's state before the round.
-        replies: the replies that count.
+        replies: the accepted replies, in federation order.
         cohort: the facts of their clients.
         when: the program that the clients ran.
-        read_weights: whether uploaded weights are read and checked on the host, or used where they are.
+        read_weights: whether uploaded weights are read and checked on the host; else they stay on the device.
+
+    Returns:
+        The server's state after the round.
     """
     messages = [r.message for r in replies]
-    wanted: dict[str, tuple[str, Reducer]] = {}
+    entries: dict[str, tuple[str, Reducer]] = {}
     if messages:
-        sent = messages[0]
-        wanted = {e: (e, reducer) for e, reducer in bound.method.reducers(when).items() if e in sent}
+        first = messages[0]
+        entries = {e: (e, reducer) for e, reducer in bound.method.reducers(when).items() if e in first}
         for stage in bound.method.upload:
             if stage.when == when:
-                wanted |= stage.also
-    reduced = reducers.reduced(wanted, messages, cohort.rows, read_weights=read_weights)
+                entries |= stage.also
+    reduced = reducers.reduce_entries(entries, messages, cohort.rows, read_weights=read_weights)
     memory = dict(state.memory)
-    off = personal_now(bound, state)
+    # Server stages see no update of leaves that are personal in this round: their means are added after the stages.
+    personal = personal_leaves(bound, state)
     delta = reduced.get("delta", {})
-    aside = {name: delta[name] for name in off if name in delta}
-    if aside:
-        reduced["delta"] = {**delta, **tree.zeros_like(aside)}
+    personal_delta = {name: delta[name] for name in personal if name in delta}
+    if personal_delta:
+        reduced["delta"] = {**delta, **tree.zeros_like(personal_delta)}
     for server_stage in bound.method.server.stages:
         if server_stage.when == when:
-            reduced, kept = server_stage.fn(reduced, memory.get(server_stage.owner, {}), cohort)
+            reduced, new_memory = server_stage.fn(reduced, memory.get(server_stage.owner, {}), cohort)
             if server_stage.owner in memory:
-                memory[server_stage.owner] = kept
-    if aside:
-        reduced["delta"] = {**reduced["delta"], **aside, **reduced.get("personal", {})}
-        memory = _forget(memory, bound.server_memory, off)
+                memory[server_stage.owner] = new_memory
+    if personal_delta:
+        reduced["delta"] = {**reduced["delta"], **personal_delta, **reduced.get("personal", {})}
+        memory = _reset_memory(memory, bound.server_memory, personal)
     return ServerState(add_update(state.leaves, reduced), memory, state.round + (when == "round"))
 
 
 def add_update(leaves: Leaves, reduced: Message) -> Leaves:
-    """``w + D`` for parameters and floating buffers; counters are set."""
+    """Return ``w + D`` for parameters and floating buffers, and the new values of counters."""
     steps = {**reduced.get("delta", {}), **reduced.get("buffers", {})}
     sums = torch._foreach_add([leaves[name] for name in steps], list(steps.values())) if steps else ()
     return {**leaves, **dict(zip(steps, sums, strict=True)), **reduced.get("counters", {})}
 
 
-def personal_now(bound: Bound, state: ServerState) -> tuple[str, ...]:
-    """Gated leaves that are personal in the round that follows a state."""
+def _gates(bound: Bound, state: ServerState) -> Leaves:
+    """Return per gated leaf 1 (shared) or 0 (personal in the next round); scalars of one type."""
     gate = bound.method.server.gate
-    return () if gate is None else tuple(tree.zero_names(gate(state.memory)))
+    return {} if gate is None else gate(state.memory)
 
 
-def _forget(memory: Memory, initial: Memory, off: tuple[str, ...]) -> Memory:
-    """The memory of stages with what belongs to personal leaves as it was before round one."""
-    names = set(off)
+def personal_leaves(bound: Bound, state: ServerState) -> tuple[str, ...]:
+    """Return the gated leaves that are personal in the next round."""
+    return tuple(tree.zero_names(_gates(bound, state)))
+
+
+def _reset_memory(memory: Memory, initial: Memory, personal: tuple[str, ...]) -> Memory:
+    """Return the server's memory with the entries of personal leaves reset to their initial values."""
+    names = set(personal)
 
     def initial_values(owner: str) -> Leaves:
         before = initial.get(owner, {})
         return {k: v for k, v in before.items() if k in memory[owner] and names & {k, k.split("/", 1)[-1]}}
 
-    return {owner: kept | initial_values(owner) for owner, kept in memory.items()}
+    return {owner: values | initial_values(owner) for owner, values in memory.items()}
 
 
 def reports(bound: Bound, state: ServerState) -> dict[str, Mapping[str, Any]]:
-    """What server stages report of a round, by owner."""
-    found: dict[str, Mapping[str, Any]] = {}
-    for stage in bound.method.server.stages:
-        if stage.report is not None:
-            found[stage.owner] = stage.report(state.memory.get(stage.owner, {}))
-    return found
+    """Return the reports of the server stages on the last round, by owner."""
+    stages = bound.method.server.stages
+    return {s.owner: s.report(state.memory.get(s.owner, {})) for s in stages if s.report is not None}

@@ -1,4 +1,4 @@
-"""What happens around the rounds of a run: evaluation, early stopping, the folder, progress, callbacks."""
+"""Session: evaluation, early stopping, checkpoints, progress and callbacks around the rounds of a run."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from fedloom.work import ClientState, Site
 Callback = Callable[[Record], object]
 
 _LONG = 60.0
-"""Seconds from which on a run is said to be long."""
+"""Remaining seconds above which the session prints an estimate of the remaining time."""
 
 LIMIT = 1000
-"""Clients that a round evaluates at most, unless told."""
+"""Default for the largest number of clients that are evaluated after a round."""
 
 
 class Folder(Protocol):
@@ -50,21 +50,23 @@ class Folder(Protocol):
 
 @dataclass(slots=True)
 class Session:
-    """A run on its way.
+    """State of a running experiment.
 
     Args:
         state: the run.
         mode: centralised, federated or hybrid.
-        options: when and whom to evaluate.
-        hybrid: what plays hybrid rounds.
-        probe: what measures the rounds, where diagnostics are asked for.
-        folder: where it is written, if anywhere.
+        options: options of the evaluation.
+        hybrid: plays the rounds in hybrid mode.
+        probe: measures the rounds, if diagnostics are switched on.
+        folder: the run folder, if any.
         new: clients that never take part.
-        callbacks: called with each round's record; one that returns True stops the run.
-        loggers: told of each round when its record is complete.
-        progress: whether a bar is shown.
-        ranks: the processes of the run, where there are several.
-        history: the rounds so far.
+        callbacks: called with each round's record; the run stops if one returns True.
+        loggers: receive each complete record.
+        progress: whether to show a progress bar.
+        ranks: the processes of a distributed run.
+        history: the records of the rounds.
+        fresh: metrics of the new clients.
+        notes: notes for the result.
     """
 
     state: Run
@@ -90,21 +92,21 @@ class Session:
     _best: tuple[float, ServerState] | None = None
 
     def restore(self, snapshot: Snapshot, history: list[Record]) -> None:
-        """Goes back to a checkpoint."""
+        """Restore a checkpoint."""
         self.state.state, self.state.clients = snapshot.server, snapshot.clients
         self.state.last, self.fresh = snapshot.facts["last"], snapshot.facts["new"]
         self.history = history
         if self.hybrid is not None:
             self.hybrid.alpha = snapshot.facts["alpha"]
         self._whole = snapshot.facts["whole"]
-        kept = None if snapshot.best is None else snapshot.best()
-        if kept is not None and isinstance(snapshot.clients, ClientStore):
-            self._best = (kept["value"], ServerState(*kept["server"]))
-            states = {n: None if s is None else ClientState(**s) for n, s in kept["clients"].items()}
+        best = None if snapshot.best is None else snapshot.best()
+        if best is not None and isinstance(snapshot.clients, ClientStore):
+            self._best = (best["value"], ServerState(*best["server"]))
+            states = {n: None if s is None else ClientState(**s) for n, s in best["clients"].items()}
             snapshot.clients.remember("best", states)
 
     def snapshot(self) -> Snapshot:
-        """All that is needed to go on."""
+        """Return everything that is needed to resume."""
         alpha = None if self.hybrid is None else self.hybrid.alpha
         facts = {"alpha": alpha, "last": self.state.last, "new": self.fresh, "whole": self._whole}
         best = None if self._best is None else self._best_tree
@@ -114,14 +116,14 @@ class Session:
     # The best round, for runs that stop early.
 
     def _best_tree(self) -> Record:
-        """The best state so far, with what clients kept that have changed since."""
+        """Return the best state, with the states then of the clients that changed since."""
         assert self._best is not None and isinstance(self.state.clients, ClientStore)
         value, state = self._best
         clients = {n: None if s is None else state_tree(s) for n, s in self.state.clients.since("best").items()}
         return {"value": value, "server": [state.leaves, state.memory, state.round], "clients": clients}
 
     def _note_best(self, record: Record) -> None:
-        """Remembers the state of the round with the best validation metric, the first among equals."""
+        """Record the state if the round has the best validation metric; of equal rounds the first counts."""
         task, clients = self.state.bound.task, self.state.clients
         value = record.get(f"val_{task.primary}")
         if not self.options.patience or value is None or not isinstance(clients, ClientStore):
@@ -131,8 +133,8 @@ class Session:
             self._best = (value, self.state.state)
             clients.mark("best")
 
-    def _keep_best(self, record: Record) -> None:
-        """At the end: the state of the best round is the run's, and what is reported of the last round is of that model."""
+    def _restore_best(self, record: Record) -> None:
+        """Restore the state of the best round at the end of the run. The last evaluation is of that model."""
         if self._best is None:
             return
         assert isinstance(self.state.clients, ClientStore)
@@ -145,7 +147,7 @@ class Session:
         self._best = None
 
     def go(self, total: int) -> None:
-        """Plays the rounds that are left."""
+        """Play the remaining rounds."""
         if self._whole:
             return
         with _bar(self.progress) as bar:
@@ -156,12 +158,12 @@ class Session:
                 self.history.append(record)
                 self._record_engine(record)
                 self._note_best(record)
-                answers = [c(record) for c in self.callbacks]
-                stop = any(a is True for a in answers) or self._patient()
+                results = [c(record) for c in self.callbacks]
+                stop = any(r is True for r in results) or self._stops_early()
                 stop = stop if self.ranks is None else bool(self.ranks.agree(stop))
                 last = stop or record["round"] == total
                 if last:
-                    self._keep_best(record)
+                    self._restore_best(record)
                 if last and not self._whole:
                     record |= self._evaluate(last=True)
                     self._record_engine(record)
@@ -191,7 +193,7 @@ class Session:
                 raise
 
     def _show_time_left(self, bar: Progress, record: Record, total: int) -> None:
-        """Prints after the first round of a long run how long it will take."""
+        """Print an estimate of the remaining time after the first round of a long run."""
         left = total - record["round"]
         seconds = record["seconds_total"] * left
         compiled = getattr(self.state.engine, "step", "") == "compiled"  # compiling makes the first round the longest
@@ -201,7 +203,7 @@ class Session:
             )
 
     def _record_engine(self, record: Record) -> None:
-        """Puts into a round's record each time that memory ran out in it, and steps that could not be traced or compiled."""
+        """Add the engine's events to a record: out of memory, and steps that could not be traced or compiled."""
         engine = getattr(self.state.engine, "inner", self.state.engine)
         if not isinstance(engine, VectorisedEngine):
             return
@@ -233,65 +235,65 @@ class Session:
         return self._evaluate(last=last, sampled=facts.get("clients", ()))
 
     def _evaluate(self, *, last: bool, sampled: Sequence[str] = ()) -> Record:
-        """The metrics of a round; of the last one on all clients, and on new ones."""
+        """Return the metrics of a round; after the last one of all clients and of new ones."""
         state, task = self.state, self.state.bound.task
-        whom = self._whom(sampled, last)
-        own, shared = state.evaluate(whom)
+        names = self._clients_to_evaluate(sampled, last)
+        own, shared = state.evaluate(names)
         state.last = self._own = own
         self._whole = last
-        found: Record = dict(evaluation.summary(task, own))
+        record: Record = dict(evaluation.summary(task, own))
         p = task.primary
         part = {n: m for n, m in own.items() if state.rounds_of(state.judges[n][1]) > 0}
         if part and len(part) < len(own):
-            found[f"{p}_participants"] = evaluation.summary(task, part).get(p)
-        found["evaluated"] = len(own)
+            record[f"{p}_participants"] = evaluation.summary(task, part).get(p)
+        record["evaluated"] = len(own)
         if shared is None:
-            found[f"global_{p}"] = None
+            record[f"global_{p}"] = None
         else:
-            found |= {f"global_{k}": v for k, v in shared.items()}
-        checked = state.validate(whom)
-        if checked:
-            found |= {f"val_{k}": v for k, v in evaluation.summary(task, checked).items() if k in ("loss", p)}
+            record |= {f"global_{k}": v for k, v in shared.items()}
+        validated = state.validate(names)
+        if validated:
+            record |= {f"val_{k}": v for k, v in evaluation.summary(task, validated).items() if k in ("loss", p)}
         if self.folder is not None:
-            found |= self._parts()
+            record |= self._parts()
         if last and self.new:
             self.fresh = newcomers.judge(state, self.new, self.options.adapt_epochs)
-            found |= {f"new_{k}": v for k, v in evaluation.summary(task, self.fresh).items()}
+            record |= {f"new_{k}": v for k, v in evaluation.summary(task, self.fresh).items()}
         if last:
-            self._warn(found)
-        return found
+            self._warn(record)
+        return record
 
     def _parts(self) -> Record:
         """Measure the parts of the loss and what taps tell of the labels.
 
         A measurement that fails does not end the run: the record names its first failure under ``unmeasured``.
         """
-        found: Record = {}
+        record: Record = {}
         for name, measure in (("terms", diagnostics.term_values), ("information", diagnostics.information_bounds)):
             try:
                 parts = dict(measure(self.state))
             except Exception as error:  # a user's term may raise anything outside of training
                 if name not in self._unmeasured:
                     self._unmeasured.add(name)
-                    found.setdefault("unmeasured", []).append(f"{name}: {type(error).__name__}: {error}")
+                    record.setdefault("unmeasured", []).append(f"{name}: {type(error).__name__}: {error}")
                 continue
             if parts:
-                found[name] = parts
-        return found
+                record[name] = parts
+        return record
 
-    def _whom(self, sampled: Sequence[str], last: bool) -> list[str]:
+    def _clients_to_evaluate(self, sampled: Sequence[str], last: bool) -> list[str]:
         names, whom = list(self.state.judges), self.options.clients
         if last or whom == "all" or (whom is None and len(names) <= LIMIT):
             return names
         if whom == "sampled":
-            there = set(sampled)
-            return [n for n in names if self.state.judges[n][1] in there]
+            owners = set(sampled)
+            return [n for n in names if self.state.judges[n][1] in owners]
         size = min(LIMIT if whom is None else int(whom), len(names))
-        picked = rng.stream(self.state.work.seed, "sample", "evaluate").choice(len(names), size=size, replace=False)
-        return [names[i] for i in sorted(picked)]
+        draw = rng.stream(self.state.work.seed, "sample", "evaluate").choice(len(names), size=size, replace=False)
+        return [names[i] for i in sorted(draw)]
 
-    def _patient(self) -> bool:
-        """Whether the validation metric has stopped improving."""
+    def _stops_early(self) -> bool:
+        """Return whether the validation metric has stopped improving."""
         task = self.state.bound.task
         if not self.options.patience:
             return False
@@ -302,15 +304,15 @@ class Session:
         best = values.index(max(values))
         return len(values) - 1 - best >= self.options.patience
 
-    def _warn(self, found: Record) -> None:
-        note = evaluation.absent_note(self.state.bound.task, found)
+    def _warn(self, record: Record) -> None:
+        note = evaluation.absent_note(self.state.bound.task, record)
         if note is not None:
             self.notes.append(note)
             warnings.warn(note, stacklevel=2)
 
 
 def in_words(seconds: float) -> str:
-    """A time span in words.
+    """Format a time span.
 
     Example:
         >>> in_words(90), in_words(5000), in_words(200000)

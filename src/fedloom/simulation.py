@@ -322,7 +322,7 @@ def _run(
         work=work,
         sites=sites,
         size=sampling.cohort_size(settings.cohort, len(sites)) if settings.mode != "centralised" else 1,
-        state=server.opening(bounds[0]),
+        state=server.initial_state(bounds[0]),
         later={r: b for r, b in bounds.items() if r},
         judges=judges,
     )

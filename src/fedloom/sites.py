@@ -1,4 +1,4 @@
-"""Clients' data where they are computed with, made when they are first asked for."""
+"""The clients' rows on the device of the run, created lazily."""
 
 from __future__ import annotations
 
@@ -8,47 +8,46 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 from torch.utils import _pytree as pytree
 
+from fedloom import transfer
 from fedloom.data import ClientData
 from fedloom.data.rows import Rows
 from fedloom.work import Site
 
 EAGER = 1000
-"""Up to so many clients are made before round one."""
-SHARE = 4
-"""A GPU holds the rows of clients in at most one part in so many of its memory; those not used for longest make room."""
+"""Largest number of clients whose sites are created before round one."""
+GPU_FRACTION = 0.25
+"""Largest fraction of a GPU's memory for the clients' rows. Beyond it, the least recently used sites are evicted."""
 
 
 class Sites(Mapping[str, Site]):
-    """Sites by id, in federation order. Large populations cost what takes part, not what there is.
+    """Sites by client id, in federation order. Above :data:`EAGER` clients a site is created on first access.
 
     Args:
         clients: the clients' rows.
-        make: makes a site.
-        device: where sites lie.
+        make: creates a site.
+        device: the device of the sites.
     """
 
     def __init__(
         self, clients: Mapping[str, ClientData], make: Callable[[ClientData], Site], device: torch.device
     ) -> None:
         self._clients, self._make = clients, make
-        self._made: OrderedDict[str, Site] = OrderedDict()
-        self._limit: int | None = None
-        self._held = 0
-        if device.type == "cuda":
-            self._limit = torch.cuda.get_device_properties(device).total_memory // SHARE
+        self._cache: OrderedDict[str, Site] = OrderedDict()
+        self._budget = transfer.memory_budget(device, GPU_FRACTION)
+        self._bytes = 0
         if len(clients) <= EAGER:
             for name in clients:
-                self._made[name] = make(clients[name])
+                self._cache[name] = make(clients[name])
 
     def __getitem__(self, name: str) -> Site:
-        site = self._made.get(name)
+        site = self._cache.get(name)
         if site is None:
-            site = self._made[name] = self._make(self._clients[name])
-            self._held += _size(site)
-            while self._limit is not None and self._held > self._limit and len(self._made) > 1:
-                self._held -= _size(self._made.popitem(last=False)[1])
-        elif self._limit is not None and len(self._clients) > EAGER:
-            self._made.move_to_end(name)
+            site = self._cache[name] = self._make(self._clients[name])
+            self._bytes += _size_in_bytes(site)
+            while self._budget is not None and self._bytes > self._budget and len(self._cache) > 1:
+                self._bytes -= _size_in_bytes(self._cache.popitem(last=False)[1])
+        elif self._budget is not None and len(self._clients) > EAGER:
+            self._cache.move_to_end(name)
         return site
 
     def __iter__(self) -> Iterator[str]:
@@ -58,16 +57,16 @@ class Sites(Mapping[str, Site]):
         return len(self._clients)
 
     def rows(self) -> dict[str, int]:
-        """Training rows of every client, without making its site."""
+        """Return the number of training rows of every client. Creates no site."""
         return {name: len(client.train) for name, client in self._clients.items()}
 
 
 class Judges(Mapping[str, tuple[Site, str]]):
-    """On whose rows models are tested, and whose state each uses: everyone's own, or one participant's.
+    """For each client its site, for the test rows, and the id of the client whose state is tested.
 
     Args:
         sites: the sites.
-        owner: whose state all of them use; None for each its own.
+        owner: the client whose state is tested on all sites; None for each client's own state.
     """
 
     def __init__(self, sites: Sites, owner: str | None = None) -> None:
@@ -83,6 +82,6 @@ class Judges(Mapping[str, tuple[Site, str]]):
         return len(self.sites)
 
 
-def _size(site: Site) -> int:
+def _size_in_bytes(site: Site) -> int:
     parts: list[Rows] = [p for p in (site.train, site.test, site.val) if p is not None]
     return sum(t.numel() * t.element_size() for p in parts for t in [*pytree.tree_leaves(p.x), p.y])

@@ -1,4 +1,4 @@
-"""Bytes that are sent in a round."""
+"""Count the bytes of a round's messages."""
 
 from __future__ import annotations
 
@@ -14,14 +14,23 @@ from fedloom.work import Reply
 
 
 def traffic(
-    bound: Bound, replies: Sequence[Reply], sent: Dispatch, asked: Sequence[str], newcomers: int = 0
+    bound: Bound, replies: Sequence[Reply], sent: Dispatch, clients: Sequence[str], newcomers: int = 0
 ) -> dict[str, Any]:
-    """Bytes of a round, both ways and by kind: tensors really sent, broadcast counted once per client."""
+    """Count the tensor bytes of a round, up and down, in total and by kind. A broadcast counts once per client.
+
+    Args:
+        bound: the method.
+        replies: the replies with a message.
+        sent: the server's messages.
+        clients: the clients that the server sent messages to.
+        newcomers: how many of them take part for the first time, after round one.
+    """
     down: Counter[str] = Counter()
-    for new, clients in ((False, len(asked) - newcomers), (True, newcomers)):
-        if clients:
-            down.update({k: v * clients for k, v in bytes_down(bound, sent, newcomer=new).items()})
-    for name in asked:
+    for newcomer, count in ((False, len(clients) - newcomers), (True, newcomers)):
+        if count:
+            sizes = bytes_down(bound, sent, newcomer=newcomer)
+            down.update({kind: size * count for kind, size in sizes.items()})
+    for name in clients:
         for owner, values in sent.addressed[name].items():
             down[owner] += tree.size_in_bytes(values)
     wire = {entry: size for stage in bound.method.upload for entry, size in stage.wire.items()}
@@ -38,25 +47,24 @@ def traffic(
 
 
 def bytes_down(bound: Bound, sent: Dispatch, *, newcomer: bool = False) -> dict[str, int]:
-    """Tensor bytes sent to one client, by kind; addressed messages left out, and leaves that are personal now.
+    """Count the tensor bytes sent to each client, by kind, without addressed messages.
 
-    A newcomer (first participation, after round one) has no value of its own yet and is sent those too.
+    Leaves that are personal in this round are sent to newcomers only, which have no own values yet.
     """
     post = sent.post
-    found: dict[str, int] = {}
-    held = set() if newcomer else set(sent.personal)
+    sizes: Counter[str] = Counter()
+    not_sent = (not newcomer and post.off) or ()
     for name, spec in bound.specs.items():
-        if _travels_down(spec) and name not in held:
-            kind = "buffers" if spec.buffer else "parameters"
-            found[kind] = found.get(kind, 0) + post.leaves[name].nbytes
+        if _travels_down(spec) and name not in not_sent:
+            sizes["buffers" if spec.buffer else "parameters"] += post.leaves[name].nbytes
     for owner, values in post.broadcast.items():
         for kind, part in by_kind(owner, values).items():
-            found[kind] = found.get(kind, 0) + tree.size_in_bytes(part)
-    return found
+            sizes[kind] += tree.size_in_bytes(part)
+    return sizes
 
 
 def by_kind(entry: str, value: Leaves) -> dict[str, Leaves]:
-    """An entry of a message by kind: parameters, buffers, counts, and by its name what is none of these."""
+    """Split an entry of a message by kind: parameters, buffers, counts, or else the name of the entry."""
     kind = {"delta": "parameters", "buffers": "buffers", "counters": "buffers"}.get(entry)
     if kind is not None:
         return {kind: value}

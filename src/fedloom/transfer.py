@@ -1,4 +1,7 @@
-"""Copies between host and device. Reading a value makes the host wait for all work that the device was given."""
+"""Questions about the device, and copies between host and device.
+
+The host waits for the device where it reads a value: :func:`read_scalars`, :func:`synchronise`.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +11,65 @@ import torch
 from torch import Tensor
 
 
-def onto(value: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the host on a device, without waiting: CUDA copies from pinned memory asynchronously."""
-    return value.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else value.to(device)
+def device_kind(device: torch.device) -> str:
+    """Return the kind of a device, for example ``"cpu"`` or ``"cuda"``."""
+    return device.type
+
+
+def is_gpu(device: torch.device) -> bool:
+    """Return whether a device is a CUDA device."""
+    return device_kind(device) == "cuda"
+
+
+def on_host(value: Tensor) -> bool:
+    """Return whether the host can read a tensor without waiting for another device."""
+    return device_kind(value.device) == "cpu"
+
+
+def to_device_async(value: Tensor, device: torch.device) -> Tensor:
+    """Copy a tensor to a device. The host does not wait: CUDA copies from pinned memory asynchronously."""
+    if is_gpu(device) and on_host(value):
+        return value.pin_memory().to(device, non_blocking=True)
+    return value.to(device)
 
 
 def read_scalars(values: Sequence[Tensor]) -> list[float]:
-    """The values of tensors of one element, of any types, as numbers. Waits for the device once.
+    """Read tensors of one element, of any types, as numbers. Waits for the device once.
 
     Example:
         >>> read_scalars([torch.tensor(1.5), torch.tensor(2.0, dtype=torch.float64)])
         [1.5, 2.0]
     """
     return torch.stack([v.reshape(()).double() for v in values]).tolist() if values else []
+
+
+def synchronise(device: torch.device) -> None:
+    """Wait until a device has finished all its work, so that measured times are true."""
+    if is_gpu(device):
+        torch.cuda.synchronize(device)
+
+
+def memory_budget(device: torch.device, fraction: float) -> int | None:
+    """Return a fraction of a GPU's memory in bytes; None for the host, which swaps."""
+    if not is_gpu(device):
+        return None
+    return int(torch.cuda.get_device_properties(device).total_memory * fraction)
+
+
+def free_cached_memory() -> None:
+    """Return the memory that torch caches on the GPU, if there is one."""
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def gpu_name() -> str | None:
+    """Return the name of the current GPU; None if there is none."""
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else None
+
+
+def select_gpu(number: int) -> bool:
+    """Make GPU ``number``, modulo the number of GPUs, the current one. Returns whether there is a GPU."""
+    if not torch.cuda.is_available():
+        return False
+    torch.cuda.set_device(number % torch.cuda.device_count())
+    return True

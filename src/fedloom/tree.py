@@ -1,10 +1,10 @@
-"""Arithmetic on dictionaries of tensors. Nothing here but :func:`overwrite` changes its arguments."""
+"""Arithmetic on dictionaries of tensors. Only :func:`overwrite` changes its arguments."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import chain, islice
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ def sub(a: Leaves, b: Leaves) -> Leaves:
 
 
 def add(a: Leaves, b: Leaves) -> Leaves:
-    """``a + b``, where leaves that ``b`` lacks stay as they are."""
+    """``a + b``; leaves that ``b`` lacks do not change."""
     return {k: v + b[k] if k in b else v for k, v in a.items()}
 
 
@@ -36,19 +36,19 @@ def zeros_like(a: Leaves) -> Leaves:
 
 
 def clone(a: Leaves) -> Leaves:
-    """A deep copy, cut from any graph."""
+    """Return a deep copy, detached from the graph."""
     return {k: v.detach().clone() for k, v in a.items()}
 
 
 def copies(values: Sequence[Tensor]) -> list[Tensor]:
-    """Copies that share memory with nobody and lie as what they are copied from, cut from any graph."""
-    # The larger of a number and itself: one operation makes dozens of tensors, which would otherwise be made one by one.
+    """Copy tensors with their strides, detached from the graph."""
+    # max(x, x) copies all tensors of a list in one operation; torch has no such copy.
     with torch.no_grad():
-        return _of_alike(lambda some: torch._foreach_maximum(some, some), values)
+        return _call_by_group(lambda tensors: torch._foreach_maximum(tensors, tensors), values)
 
 
 def rows(values: Sequence[Tensor]) -> list[Sequence[Tensor]]:
-    """Copies of the rows of tensors, which share memory with nobody, cut from any graph.
+    """Copy each row of each tensor into memory of its own, detached from the graph.
 
     Example:
         >>> (first, second), = rows([torch.eye(2)])
@@ -56,29 +56,29 @@ def rows(values: Sequence[Tensor]) -> list[Sequence[Tensor]]:
         (tensor([0., 1.]), 8)
     """
 
-    def apart(some: list[Tensor]) -> list[Sequence[Tensor]]:
-        views = [value.unbind(0) for value in some]
-        flat = list(chain.from_iterable(views))
-        made = iter(torch._foreach_maximum(flat, flat))
-        return [list(islice(made, len(own))) for own in views]
+    def copy_rows(tensors: list[Tensor]) -> list[Sequence[Tensor]]:
+        views = [value.unbind(0) for value in tensors]
+        flat_views = list(chain.from_iterable(views))
+        rows_of_all = iter(torch._foreach_maximum(flat_views, flat_views))
+        return [list(islice(rows_of_all, len(view))) for view in views]
 
     with torch.no_grad():
-        return _of_alike(apart, values)
+        return _call_by_group(copy_rows, values)
 
 
-def _of_alike(op: Callable[[list[Tensor]], Sequence[T]], values: Sequence[Tensor]) -> list[T]:
-    """An operation on a list of tensors, called once for each group of one type and layout."""
+def _call_by_group(op: Callable[[list[Tensor]], Sequence[T]], values: Sequence[Tensor]) -> list[T]:
+    """Call an operation on lists of tensors once for each group of :func:`group_by_layout`."""
     results: dict[int, T] = {}
-    for places in alike(values):
+    for places in group_by_layout(values):
         results |= zip(places, op([values[i] for i in places]), strict=True)
     return [results[i] for i in range(len(values))]
 
 
-def alike(values: Sequence[Tensor]) -> Collection[list[int]]:
-    """Places of tensors of one type that all are, or all are not, contiguous: torch treats mixed lists one by one.
+def group_by_layout(values: Sequence[Tensor]) -> Collection[list[int]]:
+    """Group the indices of tensors by type and contiguity. In mixed lists torch handles the tensors one by one.
 
     Example:
-        >>> list(alike([torch.ones(2), torch.ones(2, 2).T, torch.ones(3)]))
+        >>> list(group_by_layout([torch.ones(2), torch.ones(2, 2).T, torch.ones(3)]))
         [[0, 2], [1]]
     """
     groups: dict[tuple[torch.dtype, bool], list[int]] = {}
@@ -90,7 +90,7 @@ def alike(values: Sequence[Tensor]) -> Collection[list[int]]:
 def by_list(
     whole: Callable[..., Sequence[Tensor]], one: Callable[..., Tensor], *lists: list[Tensor]
 ) -> Sequence[Tensor]:
-    """An operation on lists of tensors: ``whole`` does it at once, or ``one`` tensor by tensor under ``vmap``, which knows no lists.
+    """Call ``whole`` on lists of tensors, or under ``vmap``, which does not support lists, ``one`` tensor by tensor.
 
     Example:
         >>> by_list(torch._foreach_sub, torch.sub, [torch.ones(2)], [torch.tensor(3.0)])
@@ -102,19 +102,19 @@ def by_list(
 
 
 def overwrite(to: Iterable[Tensor], source: Iterable[Tensor]) -> None:
-    """Copies tensor by tensor into ``to``, in one operation those that are of one type and lie alike.
+    """Copy each tensor of ``source`` into its counterpart in ``to``, with one operation per type and layout.
 
-    One pair in a list that does not, such as a value that all clients share, would have all of them copied one by one.
+    Pairs with different strides have a group of their own: in a mixed list torch copies all tensors one by one.
     """
-    kinds: dict[tuple[torch.dtype, bool], tuple[list[Tensor], list[Tensor]]] = {}
-    for mine, other in zip(to, source, strict=True):
-        alike = (mine.is_contiguous() and other.is_contiguous()) or mine.stride() == other.stride()
-        here, there = kinds.setdefault((mine.dtype, alike), ([], []))
-        here.append(mine)
-        there.append(other)
+    groups: dict[tuple[torch.dtype, bool], tuple[list[Tensor], list[Tensor]]] = {}
+    for target, value in zip(to, source, strict=True):
+        same = (target.is_contiguous() and value.is_contiguous()) or target.stride() == value.stride()
+        targets, values = groups.setdefault((target.dtype, same), ([], []))
+        targets.append(target)
+        values.append(value)
     with torch.no_grad():
-        for here, there in kinds.values():
-            torch._foreach_copy_(here, there)
+        for targets, values in groups.values():
+            torch._foreach_copy_(targets, values)
 
 
 def select(a: Leaves, names: Iterable[str]) -> Leaves:
@@ -140,9 +140,13 @@ def weighted_sum(trees: Sequence[Leaves], weights: Sequence[float]) -> Leaves:
 
 
 def weighted_sums(rows: Sequence[list[Tensor]], weights: Sequence[float] | Tensor) -> Sequence[Tensor]:
-    """``sum_k weights[k] * rows[k]`` of lists of tensors, summed in the order given; weights may be a vector on the device.
+    """``sum_k weights[k] * rows[k]``: a weighted sum of lists of tensors.
 
-    The order is the federation's, so that the sum is the same whatever engine made the replies.
+    The order of summation is that of ``rows``, the federation's, so that all engines give the same sum.
+
+    Args:
+        rows: K lists of tensors, with equal shapes from list to list.
+        weights: K numbers, or a vector on the device.
     """
     if not isinstance(weights, Tensor):
         total = torch._foreach_mul(rows[0], weights[0])
@@ -157,28 +161,6 @@ def weighted_sums(rows: Sequence[list[Tensor]], weights: Sequence[float] | Tenso
     return total
 
 
-def spread(value: Any, path: tuple[Hashable, ...] = ()) -> dict[tuple[Hashable, ...], Tensor]:
-    """The tensors of nested dictionaries, lists and tuples by their paths, in order.
-
-    Example:
-        >>> list(spread({"a": [torch.zeros(1)], "b": {}, "c": torch.zeros(2)}))
-        [('a', 0), ('c',)]
-    """
-    if isinstance(value, Tensor):
-        return {path: value}
-    found: dict[tuple[Hashable, ...], Tensor] = {}
-    _spread(value, path, found)
-    return found
-
-
-def _spread(value: Any, path: tuple[Hashable, ...], found: dict[tuple[Hashable, ...], Tensor]) -> None:
-    for key, part in value.items() if isinstance(value, dict) else enumerate(value):
-        if isinstance(part, Tensor):
-            found[(*path, key)] = part
-        elif part:
-            _spread(part, (*path, key), found)
-
-
 def flat(a: Leaves) -> Tensor:
     """All leaves as one vector."""
     return torch.cat([v.reshape(-1) for v in a.values()]) if a else torch.zeros(0)
@@ -190,35 +172,32 @@ def size_in_bytes(a: Leaves) -> int:
 
 
 def finite_indicator(values: Iterable[Tensor]) -> Tensor:
-    """A number in float64, on the device, that is finite only if all elements of the floating tensors are.
+    """Return a number in float64, on the device, that is finite only if all elements of the floating tensors are.
 
-    It is the sum of their norms, which torch computes ten times as fast as it looks for single elements. It overflows if
-    elements of float32 are beyond 1e19: :func:`all_finite` is exact. A row of a stacked tensor is looked at through the
-    stacked tensor, once for all clients.
+    It is the sum of their norms, which is ten times as fast as a test of single elements. It overflows if elements of
+    float32 are beyond 1e19; :func:`all_finite` is exact.
     """
-    wholes = {
-        id(w): w for v in values if v.is_floating_point() and v.numel() for w in (v if v._base is None else v._base,)
-    }
-    tensors = list(wholes.values())
+    # Rows of a stacked tensor count once, as the stacked tensor: one norm for all clients.
+    bases = [v if v._base is None else v._base for v in values if v.is_floating_point() and v.numel()]
+    tensors = list({id(base): base for base in bases}.values())
     if not tensors:
         return torch.zeros((), dtype=torch.float64)
-    groups = [torch._foreach_norm([tensors[i] for i in places], 2) for places in alike(tensors)]
+    groups = [torch._foreach_norm([tensors[i] for i in places], 2) for places in group_by_layout(tensors)]
     return torch.stack([torch.stack(list(norms)).double().sum() for norms in groups]).sum()
 
 
 def all_finite(a: Leaves) -> bool:
-    """Whether no floating leaf holds a NaN or an infinity. Waits for the device."""
+    """Return whether no floating leaf holds a NaN or an infinity. Waits for the device."""
     flags = [v.isfinite().all() for v in a.values() if v.is_floating_point()]
     return not flags or bool(torch.stack(flags).all())
 
 
 def first_non_finite(a: Leaves) -> str | None:
-    """The first leaf that holds a NaN or an infinity; None where all are finite."""
+    """Return the name of the first leaf that holds a NaN or an infinity; None if all are finite."""
     return None if all_finite(a) else next(name for name, value in a.items() if not all_finite({name: value}))
 
 
 def zero_names(gates: Leaves) -> list[str]:
-    """Names of the tensors of one element that are zero. Waits for the device if they are there."""
-    values = list(gates.values())
-    numbers = [v.item() for v in values] if all(v.is_cpu for v in values) else transfer.read_scalars(values)
+    """Return the names of the tensors of one element that are zero. Waits for the device if they are on it."""
+    numbers = transfer.read_scalars(list(gates.values()))
     return [name for name, number in zip(gates, numbers, strict=True) if not number]

@@ -14,7 +14,8 @@ from torch import nn
 import fedloom as fl
 from fedloom import network
 from fedloom.bound import bind
-from fedloom.expr import parse_call
+from fedloom.expr import can_rebuild, parse_call
+from fedloom.record import Plugin
 from fedloom.registry import METHODS, plugin, recipe
 from fedloom.slots import Rule
 from fedloom.tasks import TASKS
@@ -42,6 +43,25 @@ def test_text_form_equals_python() -> None:
     assert python.text == text.text == "fedprox(mu=0.01) + clip(norm=1.0) + personal(pattern='head')"
     assert fl.method(text.text).text == text.text
     assert fl.method("fedprox(mu=inf)").text == "fedprox(mu=inf)"
+
+
+@pytest.mark.parametrize("name", sorted(METHODS))
+def test_the_text_of_a_recipe_is_complete(name: str) -> None:
+    method = METHODS[name].fn()
+    assert can_rebuild(method)
+
+
+def test_a_changed_method_has_an_incomplete_text() -> None:
+    stacked = fl.compose(fl.fedavg(), fl.clip(1.0))
+    own = Plugin("clip(norm=1.0)", lambda method: method)
+    assert can_rebuild(stacked)
+    for changed in (
+        stacked.adding(rules=(Rule(owner="mine", pattern="head", kind="personal"),)),
+        dataclasses.replace(stacked, plain_sgd=True),
+        fl.compose(fl.fedavg(), own),
+        fl.compose(dataclasses.replace(fl.fedavg(), plain_sgd=True), fl.clip(1.0)),
+    ):
+        assert not can_rebuild(changed), changed.text
 
 
 @pytest.mark.parametrize(

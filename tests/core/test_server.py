@@ -11,6 +11,7 @@ import torch
 
 import fedloom as fl
 from fedloom import server
+from fedloom.newcomers import held_out
 from fedloom.reducers import maximum, mean, ratio, stack, total
 from fedloom.sampling import cohort_size, sample
 from fedloom.slots import Receive, Send, ServerStage, Stage, Term
@@ -216,6 +217,16 @@ def test_a_setup_that_is_not_finite_is_an_error_and_stores_nothing(
     with pytest.raises(fl.RunError, match=r"setup: .*client 2: .*is not finite"):
         fit(method, mlp(), DATA, engine=engine)
     assert not stored
+
+
+@pytest.mark.parametrize("engine", ["loop", "vectorised"])
+def test_a_setup_of_new_clients_that_is_not_finite_is_an_error(engine: str) -> None:
+    (name,) = held_out(DATA, 0.25, 0)
+    method = fl.fedavg()
+    method = replace(method, schedule=replace(method.schedule, setup=(Receive(), Send())))
+    method = poison_memory(method, name, "setup")
+    with pytest.raises(fl.RunError, match=rf"setup of new clients: .*client {name}: its memory of bad.*not finite"):
+        fit(method, mlp(), DATA, engine=engine, rounds=1, evaluate={"holdout": 0.25})
 
 
 def test_a_missing_entry_is_rejected() -> None:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from fedloom import transfer, tree
+from fedloom.optim import OptState
 from fedloom.reducers import mean
+from fedloom.store.packing import pack, unpack
+from fedloom.store.segments import Segment, content
+from fedloom.work import ClientState
 
 
 def test_values_of_several_types_come_back_in_order() -> None:
@@ -68,3 +73,25 @@ def test_copies_are_the_same_to_the_bit_and_share_nothing(kind: torch.dtype) -> 
         assert not copy.requires_grad
         assert copy.data_ptr() != value.data_ptr()
         assert copy.contiguous().numpy().tobytes() == value.contiguous().numpy().tobytes()
+
+
+def test_a_tensor_of_the_host_comes_back_on_the_host() -> None:
+    """The device of the run is ``meta``: its tensors have no values, so only those of the host are packed."""
+    meta, cpu = torch.device("meta"), torch.device("cpu")
+    moments = OptState({"m": [torch.arange(3.0)]}, torch.tensor(1))
+    value = {"gate": torch.ones(2), "nested": [{"a": torch.zeros(())}, 3, "text"], "optimizer": moments}
+    for run_device, device, kind in ((meta, meta, "cpu"), (cpu, meta, "meta"), (cpu, cpu, "cpu")):
+        back = unpack(pack(value, run_device), device)
+        assert back["nested"][1:] == [3, "text"]
+        tensors = [back["gate"], back["nested"][0]["a"], *back["optimizer"].slots["m"], back["optimizer"].step]
+        assert {v.device.type for v in tensors} == {kind}
+
+
+def test_client_states_on_disk_keep_the_host(tmp_path: Path) -> None:
+    device = torch.device("meta")
+    state = ClientState(memory={"mine": {"v": torch.arange(4.0)}}, rounds=2)
+    path = tmp_path / "clients.safetensors"
+    path.write_bytes(content({"0": state}, device))
+    segment = Segment(path)
+    back = segment.read(*segment.members()["0"], device)
+    assert back.memory["mine"]["v"].tolist() == [0, 1, 2, 3]

@@ -26,7 +26,7 @@ def engine() -> VectorisedEngine:
 def test_weights_that_clients_send_are_not_read(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """They stay on the device, with the same result; the round waits once."""
     plain = fit(method, bn_mlp(), DATA, engine=engine(), **OPTIONS)
-    monkeypatch.setattr(reducers, "_on_host", lambda value: False)
+    monkeypatch.setattr(reducers, "on_host", lambda value: False)
     rounds, after = questions_of_rounds(monkeypatch)
     found = fit(method, bn_mlp(), DATA, engine=engine(), **OPTIONS, callbacks=[after])
     assert rounds[1:5] == [["tolist"]] * 4
@@ -38,8 +38,8 @@ def test_weights_on_the_device_that_add_up_to_nothing_are_an_error(
     weight: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Read again on the host where the leaves are not finite, so that the error names the cause."""
-    monkeypatch.setattr(reducers, "_on_host", lambda value: False)
-    monkeypatch.setattr(reducers, "_uploaded", lambda values: values[0].new_full((len(values),), weight).double())
+    monkeypatch.setattr(reducers, "on_host", lambda value: False)
+    monkeypatch.setattr(reducers, "_as_vector", lambda values: values[0].new_full((len(values),), weight).double())
     monkeypatch.setattr(reducers.transfer, "read_scalars", lambda values: [weight] * len(values))
     with pytest.raises(fl.RunError, match="the weights of the round add up to"):
         fit("fednova", bn_mlp(), DATA, engine=engine(), **OPTIONS)
@@ -54,16 +54,16 @@ def test_weights_on_the_device_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     reducer = reducers.mean("q", log=True)
     expected = reducer.reduce("e", messages, [1, 1])
-    monkeypatch.setattr(reducers, "_on_host", lambda value: False)
-    found = reducers.reduced({"e": ("e", reducer)}, messages, [1, 1])
+    monkeypatch.setattr(reducers, "on_host", lambda value: False)
+    found = reducers.reduce_entries({"e": ("e", reducer)}, messages, [1, 1])
     assert gap(found["e"], expected) < 1e-6
     assert float(found["e"]["b"]) == pytest.approx(float(expected["b"]), rel=1e-15)
     assert [v.dtype for v in found["e"].values()] == [torch.float32, torch.float64]
-    weights = reducer.shares(messages, [1, 1], "e")
+    weights = reducer.sum_weights(messages, [1, 1], "e")
     assert weights.tolist() == pytest.approx(reducer.weights(messages, [1, 1]), rel=1e-15)
     halves = [{**m, "e": {"a": m["e"]["a"].bfloat16()}} for m in messages]
-    assert isinstance(reducer.shares(halves, [1, 1], "e"), list)
-    assert isinstance(reducer.shares(messages, [1, 1], "e", read_weights=True), list)
+    assert isinstance(reducer.sum_weights(halves, [1, 1], "e"), list)
+    assert isinstance(reducer.sum_weights(messages, [1, 1], "e", read_weights=True), list)
 
 
 def test_entries_with_the_same_weights_are_added_up_together() -> None:
@@ -83,7 +83,7 @@ def test_entries_with_the_same_weights_are_added_up_together() -> None:
     }
     calls = Calls()
     with calls:
-        found = reducers.reduced(wanted, messages, [5, 1, 2, 7])
+        found = reducers.reduce_entries(wanted, messages, [5, 1, 2, 7])
     assert calls.made["aten._foreach_add_.List"] == 2 * 3
     assert list(found) == list(wanted)
     for name, (entry, reducer) in wanted.items():

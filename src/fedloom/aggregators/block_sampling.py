@@ -69,7 +69,6 @@ def sampled(
             chosen = {n: (index.get(n, 0) + cohort.round - 1) % groups + 1 for n in cohort.ids}
         else:
             if clustering:
-                memory = _on_host(memory)
                 kept = LATEST if period == 1 else USED
                 parts = unlike_groups(similarities([memory.get(f"{kept}{name}") for name in cohort.ids]), groups)
             else:
@@ -135,13 +134,8 @@ def similarities(vectors: Sequence[Tensor | None]) -> np.ndarray:
     rows = np.zeros((len(vectors), width))
     for row, vector in zip(rows, vectors, strict=True):
         if vector is not None:
-            row[:] = vector.double().numpy()
+            row[:] = vector.double().cpu().numpy()  # on a GPU after a CPU run was resumed on it
     return cosines(rows @ rows.T)
-
-
-def _on_host(memory: Leaves) -> Leaves:
-    """The memory on the host, where clients are grouped; a checkpoint restores it to the device of the leaves."""
-    return memory if memory["facts"].is_cpu else {name: value.cpu() for name, value in memory.items()}
 
 
 @lru_cache(maxsize=4)

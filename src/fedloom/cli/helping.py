@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from fedloom import data, expr, registry
+from fedloom import data, expr, registry, transfer
 from fedloom.checks import check_method
 from fedloom.data.files import data_folders
 from fedloom.errors import UserError
@@ -57,7 +57,7 @@ def doctor(as_json: AsJson = False) -> int:
         "system": platform.platform(),
         "processors": os.cpu_count(),
         "threads": torch.get_num_threads(),
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
+        "gpu": transfer.gpu_name() or "none",
     }
     for package in ("numpy", "safetensors", "typer", "rich", "tomli_w", "matplotlib", "PIL", "flwr"):
         facts[package] = _version({"PIL": "pillow", "tomli_w": "tomli-w"}.get(package, package))

@@ -19,7 +19,7 @@ from fedloom.batches import Steps
 from fedloom.data import Rows
 from fedloom.network import Network
 from fedloom.orders import suited
-from fedloom.transfer import onto
+from fedloom.transfer import to_device_async
 from fedloom.types import Batch, Leaves
 
 
@@ -73,7 +73,7 @@ class ClientSchedule:
         """The rows of a step."""
         batch: Batch | None = None
         for index in reversed(self.steps[slot.step]):
-            rows = self.rows.take(onto(torch.from_numpy(index), self.rows.y.device))
+            rows = self.rows.take(to_device_async(torch.from_numpy(index), self.rows.y.device))
             batch = Batch(rows.x, rows.y, pair=batch)
         assert batch is not None
         return batch

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from fedloom import rng
 from fedloom.bound import Bound
 from fedloom.clients.arrangement import Arrangement
-from fedloom.transfer import onto
+from fedloom.transfer import to_device_async
 from fedloom.types import Leaves, Seen
 from fedloom.work import Participant, Post, Work
 
@@ -55,7 +55,7 @@ def client_inputs(
     stack, device = arrangement.stack, next(iter(post.leaves.values())).device
 
     def numbers(*rows: Sequence[float], dtype: torch.dtype) -> list[Tensor]:
-        together = onto(torch.tensor(rows, dtype=dtype), device)
+        together = to_device_async(torch.tensor(rows, dtype=dtype), device)
         return [stack(row.unbind(0)) for row in together.unbind(0)]
 
     n, first = numbers(

@@ -180,7 +180,7 @@ class ClientRunner:
     def vector(self, numbers: Sequence[float]) -> Tensor:
         """One number for each client."""
         n: Tensor = self.inputs.own["n"]
-        return transfer.onto(torch.tensor(numbers, dtype=n.dtype), n.device).reshape(n.shape)
+        return transfer.to_device_async(torch.tensor(numbers, dtype=n.dtype), n.device).reshape(n.shape)
 
     # Sweeps, judgements, predictions.
 

@@ -15,7 +15,6 @@ from fedloom.comparison import arguments, grid, playing, resources
 from fedloom.comparison.board import Board
 from fedloom.comparison.cell import Cell
 from fedloom.comparison.record import FILE, RUNS, Comparison, read_facts
-from fedloom.engines.shipping import fingerprint
 from fedloom.errors import UnknownName, UserError
 from fedloom.options import Settings, default
 from fedloom.record import Method
@@ -164,12 +163,8 @@ def _go_on(comparison: Comparison) -> None:
 
 
 def _sendable(method: Method) -> Method | str:
-    """The text of a method where it says all, so that it can go to another process."""
-    try:
-        made = expr.method(method.text)
-    except UserError:
-        return method
-    return method.text if fingerprint(made) == fingerprint(method) else method
+    """Return the text of a method for another process, or the method if its text is not enough."""
+    return method.text if expr.can_rebuild(method) else method
 
 
 def _play(

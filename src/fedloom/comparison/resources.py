@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from fedloom import transfer
 from fedloom.comparison.arguments import federation
 from fedloom.config import federation_of
 from fedloom.errors import UserError
@@ -39,7 +39,7 @@ def jobs_of(given: int | str, cells: int, made: Mapping[str, Any] | None) -> int
     if given != "auto":
         return min(int(given), cells)
     device = str(made.get("device", "auto"))
-    if device.startswith("cuda") or (device == "auto" and torch.cuda.is_available()):
+    if device.startswith("cuda") or (device == "auto" and transfer.gpu_name() is not None):
         return 1  # a GPU is kept busy by one run; two fight over its memory
     most = min(cells, processors())
     if most < 2:

@@ -116,7 +116,7 @@ class Course:
             work=work,
             sites=sites,
             size=sampling.cohort_size(plan.cohort, len(sites)),
-            state=server.opening(bounds[0]),
+            state=server.initial_state(bounds[0]),
             later={stage: bound for stage, bound in bounds.items() if stage},
             judges={name: (site, name) for name, site in sites.items()},
             moments=plan.moments,

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from fedloom import transfer
 from fedloom.engines.base import Engine
 from fedloom.engines.loop import LoopEngine
 from fedloom.engines.vectorised.engine import VectorisedEngine
@@ -147,7 +148,7 @@ def resolve(
         return _again(run, EnginePlan(**saved), head, asked=engine == "vectorised")
     if workers and engine == "vectorised":
         raise UserError(f"workers={workers} is an option of engine='loop'; the vectorised engine has none")
-    device = next(iter(run.state.leaves.values())).device.type
+    device = transfer.device_kind(next(iter(run.state.leaves.values())).device)
     if workers and device != "cpu":
         raise UserError(f"workers={workers}: worker processes compute on the CPU; use device='cpu' or workers=0")
     rows = max(run.roster.rows)

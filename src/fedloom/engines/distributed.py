@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fedloom import transfer
 from fedloom.bound import Bound
 from fedloom.engines.base import Engine
 from fedloom.errors import RunError, UserError
@@ -67,11 +68,17 @@ class Ranks:
         dist.all_gather(parts, mine.to(self.device))
         return [p[:n].cpu().numpy().tobytes() for p, n in zip(parts, lengths, strict=True)]
 
-    def agree(self, value: Any) -> Any:
-        """Rank 0's value (numbers, texts, tensors, lists and dictionaries), at every rank."""
+    def agree(self, value: Any, device: torch.device | None = None) -> Any:
+        """Return rank 0's value at every rank.
+
+        Args:
+            value: numbers, texts, tensors, lists and dictionaries.
+            device: the device of the run, for its tensors; None for the host.
+        """
         from fedloom.store.packing import pack, unpack
 
-        data = pack({"value": value}) if self.first else b""
+        device = torch.device("cpu") if device is None else device
+        data = pack({"value": value}, device) if self.first else b""
         size = torch.tensor([len(data)], device=self.device)
         dist.broadcast(size, 0)
         sent = torch.zeros(int(size), dtype=torch.uint8)
@@ -79,7 +86,7 @@ class Ranks:
             sent = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         sent = sent.to(self.device)
         dist.broadcast(sent, 0)
-        return unpack(sent.cpu().numpy().tobytes(), torch.device("cpu"))["value"]
+        return unpack(sent.cpu().numpy().tobytes(), device)["value"]
 
     def check_same(self, text: str) -> None:
         """All ranks describe the run alike.
@@ -98,7 +105,7 @@ class Ranks:
         """Rank 0's checkpoint (snapshot and history) at every rank; None where it has none."""
         from fedloom.store.checkpoint import Snapshot
         from fedloom.store.clients import ClientStore
-        from fedloom.store.packing import state_tree, to_device
+        from fedloom.store.packing import state_tree
 
         sent = None
         if self.first and found is not None:
@@ -111,10 +118,9 @@ class Ranks:
                 "best": None if snapshot.best is None else snapshot.best(),
                 "history": history,
             }
-        got = self.agree(sent)
+        got = self.agree(sent, device)
         if self.first or got is None:
             return found
-        got = to_device(got, device)
         clients = ClientStore(device=device)
         clients.take({name: ClientState(**kept) for name, kept in got["clients"].items()})
         clients.mark()
@@ -129,9 +135,7 @@ def joined() -> Ranks | None:
         asked = [os.environ.get(k, "") for k in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")]
         if not all(asked) or asked[1] == "1":
             return None
-        cuda = torch.cuda.is_available()
-        if cuda:
-            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+        cuda = transfer.select_gpu(int(os.environ.get("LOCAL_RANK", "0")))
         dist.init_process_group("nccl" if cuda else "gloo")
         atexit.register(_leave)
     if dist.get_world_size() == 1:
@@ -181,7 +185,7 @@ class DistributedEngine(Engine):
             failure = None
         sent = {"fault": fault, "places": share, "replies": [_packed(r) for r in replies]}
         found: dict[int, Reply] = {}
-        for number, data in enumerate(self.ranks.gather(pack(sent))):
+        for number, data in enumerate(self.ranks.gather(pack(sent, device))):
             if number == self.ranks.number and failure is not None:
                 raise failure
             got = unpack(data, device)

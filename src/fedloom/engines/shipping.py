@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import types
 from collections.abc import Callable
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
@@ -18,7 +17,6 @@ from fedloom.bound import Bound, bind
 from fedloom.data import Rows
 from fedloom.data.augment import Augment
 from fedloom.engines.base import Problem
-from fedloom.errors import UserError
 from fedloom.record import Method
 from fedloom.slots import Judge, Program, Receive
 
@@ -116,11 +114,7 @@ def parcel(run: Problem, head: str | None) -> Parcel:
     """
     net, task, first = run.bound.network, run.bound.task, next(iter(run.sites.values())).train
     method = run.bound.method
-    try:
-        rebuilt = expr.method(method.text)
-    except UserError as error:
-        raise CannotShip(f"the method {method.text!r} is not known by name") from error
-    if fingerprint(rebuilt) != fingerprint(method):
+    if not expr.can_rebuild(method):
         raise CannotShip(f"{method.text!r} has parts that its text does not name")
     if tasks.TASKS.get(task.name) is not task:
         raise CannotShip("the task is not known by name")
@@ -192,23 +186,3 @@ def digest(bounds: list[Bound]) -> str:
             state.update(bound.start[name].detach().cpu().contiguous().numpy().tobytes())
         state.update(repr([(n, p.trained, sorted(p.taps.items())) for n, p in bound.phases.items()]).encode())
     return state.hexdigest()
-
-
-def fingerprint(value: Any, depth: int = 0) -> Any:
-    """What a method is made of, so that two can be compared: functions by their code and what they close over."""
-    if depth > 12:
-        return "deep"
-    if isinstance(value, types.FunctionType):
-        cells = tuple(fingerprint(c.cell_contents, depth + 1) for c in value.__closure__ or ())
-        defaults = fingerprint(value.__defaults__, depth + 1)
-        return (value.__module__, value.__qualname__, value.__code__.co_code, cells, defaults)
-    if isinstance(value, Tensor):
-        return (value.shape, value.detach().cpu().numpy().tobytes())
-    if isinstance(value, dict):
-        return tuple((k, fingerprint(v, depth + 1)) for k, v in value.items())
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return tuple(fingerprint(v, depth + 1) for v in value)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = (f.name for f in dataclasses.fields(value))
-        return (type(value).__name__, tuple(fingerprint(getattr(value, n), depth + 1) for n in fields))
-    return repr(value) if isinstance(value, (int, float, str, bool, type(None))) else type(value).__name__

@@ -13,12 +13,17 @@ def is_batched(x: Tensor) -> bool:
     return bool(torch._C._functorch.is_batchedtensor(x))
 
 
+def autocast_type(x: Tensor) -> torch.dtype | None:
+    """Return the type that autocast sets for products on the device of a tensor; None where it is off."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+
+
 def in_autocast_type(x: Tensor, w: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
     """Inputs of a product in the type of autocast, which leaves products under ``vmap`` alone."""
-    kind = x.device.type
-    if not torch.is_autocast_enabled(kind) or not is_batched(x):
+    dtype = autocast_type(x)
+    if dtype is None or not is_batched(x):
         return x, w, bias
-    dtype = torch.get_autocast_dtype(kind)
     return x.to(dtype), w.to(dtype), None if bias is None else bias.to(dtype)
 
 

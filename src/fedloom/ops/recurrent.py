@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fedloom.ops.dispatch import operator
-from fedloom.ops.mapped import clients_at, is_batched
+from fedloom.ops.mapped import autocast_type, clients_at, is_batched
 from fedloom.ops.products import crossed, product, turned
 
 Kind = Literal["lstm", "gru", "tanh", "relu"]
@@ -74,11 +74,10 @@ def layer(
     Returns:
         (time, rows, values), and the last state.
     """
-    device = x.device.type
     begin: tuple[Tensor | None, ...] = (*(state or ()), None, None)[:2]
     tensors: list[Tensor | None] = [x, *weights, *begin]
-    if torch.is_autocast_enabled(device):
-        short = torch.get_autocast_dtype(device)
+    short = autocast_type(x)
+    if short is not None:
         tensors = [None if t is None else t.to(short) for t in tensors]
     y, h, c = _Lifted.apply(kind, backwards, *tensors)  # type: ignore[no-untyped-call]
     return y, (h, c) if kind == "lstm" else (h,)

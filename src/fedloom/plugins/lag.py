@@ -161,7 +161,7 @@ class _Lag:
         columns = {leaf: slice(end - size, end) for leaf, size, end in zip(stored, sizes, ends, strict=True)}
         w = torch.cat([cohort.leaves[leaf].reshape(-1) for leaf in stored])
         n = cohort.rows if self.weights == "samples" else [1] * len(cohort)
-        n_u = transfer.onto(torch.tensor(n, dtype=w.dtype), w.device)[:, None]
+        n_u = transfer.to_device_async(torch.tensor(n, dtype=w.dtype), w.device)[:, None]
         theta, total = dict[str, Tensor](), torch.zeros_like(w)
         some = max(1, similarity.CHUNK // len(w))  # users whose vectors are in memory together
         for first in range(0, len(cohort), some):

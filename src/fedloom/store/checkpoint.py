@@ -77,17 +77,18 @@ class Checkpoints:
     ) -> None:
         """Writes the server's state and makes it the newest checkpoint."""
         tree = {"leaves": snapshot.server.leaves, "memory": snapshot.server.memory}
+        device = next(iter(snapshot.server.leaves.values())).device
         state = {
             "format": FORMAT,
             "round": snapshot.server.round,
-            "server": disk.write(temporary / "server.safetensors", pack(tree)),
+            "server": disk.write(temporary / "server.safetensors", pack(tree, device)),
             "metrics_bytes": metrics_bytes,
             "facts": snapshot.facts,
             "files": files,
             "gone": sorted(self.store.gone),
         }
         if snapshot.best is not None:
-            state["best"] = disk.write(temporary / "best.safetensors", pack(snapshot.best()))
+            state["best"] = disk.write(temporary / "best.safetensors", pack(snapshot.best(), device))
         digest = disk.write(temporary / "state.json", json.dumps(state).encode())
         disk.swap(temporary, self.folder / f"round-{number}")
         disk.write(self.folder / "LATEST", f"round-{number} {digest}\n".encode())

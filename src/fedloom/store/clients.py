@@ -226,7 +226,7 @@ class ClientStore(MutableMapping[str, ClientState]):
 
     def _write_file(self, states: dict[str, ClientState]) -> None:
         self._number += 1
-        file, data = f"clients-{self._number:06d}.safetensors", content(states)
+        file, data = f"clients-{self._number:06d}.safetensors", content(states, self.device)
         self.digests[file] = disk.write(self.place() / file, data)
         self._add(file, len(data))
         for name in states:

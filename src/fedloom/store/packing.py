@@ -14,6 +14,7 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import Tensor
 
+from fedloom import transfer
 from fedloom.errors import UserError
 from fedloom.optim import OptState
 from fedloom.values import FORMAT, check_format
@@ -26,15 +27,21 @@ MODEL_FORMAT = "fedloom_format"
 """Key of the format number in the metadata of models."""
 
 
-def pack(value: Any) -> bytes:
-    """The bytes of a file that holds a tree of dictionaries, lists, numbers, texts and tensors."""
+def pack(value: Any, device: torch.device) -> bytes:
+    """Serialise a tree of dictionaries, lists, numbers, texts and tensors.
+
+    Args:
+        value: the tree.
+        device: the device of the run. :func:`unpack` leaves tensors that were on the host of
+            such a run on the host, and moves all others to the device that it is given.
+    """
     tensors: dict[str, Tensor] = {}
-    text = json.dumps(outline(value, tensors))
+    text = json.dumps(outline(value, tensors, device))
     return bytes(save_tensors(tensors, {OUTLINE: text}))
 
 
 def unpack(data: bytes, device: torch.device) -> Any:
-    """The inverse of :func:`pack`."""
+    """Return the tree that :func:`pack` serialised, for a run on ``device``."""
     return tree(json.loads(_header(data)["__metadata__"][OUTLINE]), load_tensors(data), device)
 
 
@@ -45,43 +52,44 @@ def _header(data: bytes) -> dict[str, Any]:
     return header
 
 
-def outline(value: Any, tensors: dict[str, Tensor]) -> Any:
-    """What a tree is made of; its tensors are put aside under numbers, which stand in their places."""
+def outline(value: Any, tensors: dict[str, Tensor], device: torch.device) -> Any:
+    """Return the structure of a tree as JSON, with a number in place of each tensor.
+
+    Args:
+        value: the tree.
+        tensors: receives copies of the tensors on the host, by number.
+        device: the device of the run.
+    """
     if isinstance(value, Tensor):
         key = f"{len(tensors):06d}"
         tensors[key] = plain(value)
         last = value.dim() == 4 and value.is_contiguous(memory_format=torch.channels_last)
-        return {"tensor": key, "last": last and not value.is_contiguous()}
+        host = transfer.on_host(value) and value.device != device
+        return {"tensor": key, "last": last and not value.is_contiguous(), "host": host}
     if isinstance(value, OptState):
-        return {"optimizer": outline({f.name: getattr(value, f.name) for f in fields(OptState)}, tensors)}
+        parts = {f.name: getattr(value, f.name) for f in fields(OptState)}
+        return {"optimizer": outline(parts, tensors, device)}
     if isinstance(value, Mapping):
-        return {"keys": [[k, outline(v, tensors)] for k, v in value.items()]}
+        return {"keys": [[k, outline(v, tensors, device)] for k, v in value.items()]}
     if isinstance(value, (list, tuple)):
-        return {"list": [outline(v, tensors) for v in value]}
+        return {"list": [outline(v, tensors, device) for v in value]}
     assert value is None or isinstance(value, (bool, int, float, str)), f"cannot be saved: {type(value)}"
     return {"value": value}
 
 
-def tree(made: Any, tensors: Mapping[str, Tensor], device: torch.device) -> Any:
-    """The inverse of :func:`outline`."""
-    if "tensor" in made:
-        tensor = tensors[made["tensor"]].to(device)
-        return tensor.to(memory_format=torch.channels_last) if made["last"] else tensor
-    if "optimizer" in made:
-        return OptState(**tree(made["optimizer"], tensors, device))
-    if "keys" in made:
-        return {k: tree(v, tensors, device) for k, v in made["keys"]}
-    if "list" in made:
-        return [tree(v, tensors, device) for v in made["list"]]
-    return made["value"]
-
-
-def to_device(value: Any, device: torch.device) -> Any:
-    """A tree with its tensors on a device."""
-    if device.type == "cpu":
-        return value
-    tensors: dict[str, Tensor] = {}
-    return tree(outline(value, tensors), tensors, device)
+def tree(structure: Any, tensors: Mapping[str, Tensor], device: torch.device) -> Any:
+    """Return the tree of an :func:`outline`: tensors on a device, or on the host by their flag."""
+    if "tensor" in structure:
+        tensor = tensors[structure["tensor"]]
+        tensor = tensor if structure["host"] else tensor.to(device)
+        return tensor.to(memory_format=torch.channels_last) if structure["last"] else tensor
+    if "optimizer" in structure:
+        return OptState(**tree(structure["optimizer"], tensors, device))
+    if "keys" in structure:
+        return {k: tree(v, tensors, device) for k, v in structure["keys"]}
+    if "list" in structure:
+        return [tree(v, tensors, device) for v in structure["list"]]
+    return structure["value"]
 
 
 def plain(value: Tensor) -> Tensor:

@@ -37,14 +37,19 @@ _TYPES = {
 }
 
 
-def content(states: Mapping[str, ClientState]) -> bytes:
-    """The bytes of a segment."""
+def content(states: Mapping[str, ClientState], device: torch.device) -> bytes:
+    """Return the bytes of a segment.
+
+    Args:
+        states: the states of its clients.
+        device: the device of the run.
+    """
     groups: dict[str, list[tuple[str, int, list[Tensor]]]] = {}
     for name, state in states.items():
         tensors: dict[str, Tensor] = {}
         parts = state_tree(state)
         rounds = parts.pop("rounds")
-        form = [outline(parts, tensors), [[str(v.dtype), list(v.shape)] for v in tensors.values()]]
+        form = [outline(parts, tensors, device), [[str(v.dtype), list(v.shape)] for v in tensors.values()]]
         groups.setdefault(json.dumps(form), []).append((name, rounds, list(tensors.values())))
     table, stacked = [], {}
     for g, (form_text, members) in enumerate(groups.items()):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from fedloom import frames, models, network, tasks
+from fedloom import frames, models, network, tasks, transfer
 from fedloom.errors import UserError
 from fedloom.slots import Sweep
 from fedloom.structure import Structure
@@ -140,7 +140,7 @@ def _measured(structure: Structure, tap: Tap, feature: Tensor, batch: Batch, rep
 
     times = []
     for _ in range(1 + max(repeats, 1)):
-        _wait(feature)
+        transfer.synchronise(feature.device)
         begun = time.perf_counter()
         z = feature.clone().requires_grad_()
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda value: value):
@@ -148,17 +148,12 @@ def _measured(structure: Structure, tap: Tap, feature: Tensor, batch: Batch, rep
             if _supervised(structure.task):
                 total = total + task.value(adapted(z, weight, bias, tap.axis, batch.y, dense=dense), batch)
         total.backward()
-        _wait(feature)
+        transfer.synchronise(feature.device)
         times.append(time.perf_counter() - begun)
         memory = feature.numel() * feature.element_size() + sum(kept.values())
         kept.clear()
     times = sorted(times[1:])  # the first one warms up
     return times[len(times) // 2], memory
-
-
-def _wait(value: Tensor) -> None:
-    if value.is_cuda:
-        torch.cuda.synchronize()
 
 
 @dataclass(frozen=True, slots=True)

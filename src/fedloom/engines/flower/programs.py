@@ -14,7 +14,7 @@ from fedloom.clients.runner import ClientRunner
 from fedloom.data import Rows
 from fedloom.engines.flower.codes import WORDS, Code, Refusal
 from fedloom.errors import UserError
-from fedloom.run import with_judgements
+from fedloom.run import add_tests
 from fedloom.slots import Judge, Program, Receive
 from fedloom.types import Cohort, Inputs, Leaves, Message
 from fedloom.work import ClientState, Participant, Reply, Site, Work
@@ -28,7 +28,7 @@ def programs(bound: Bound) -> dict[str, Program]:
     """Every program that a site can be asked for."""
     schedule = bound.method.schedule
     found: dict[str, Program] = {SETUP: schedule.setup, ROUND: schedule.round}
-    found |= {ROUND + name: with_judgements(schedule.round, moments) for name, moments in _MOMENTS.items()}
+    found |= {ROUND + name: add_tests(schedule.round, moments) for name, moments in _MOMENTS.items()}
     found[OWN] = (*schedule.adapt, Judge())
     found[VALIDATE] = (*schedule.adapt, Judge(rows="val"))
     found[SHARED] = (Receive(plain=True), Judge(route=False))
@@ -106,7 +106,7 @@ def declared(bound: Bound, work: Work, sample: Sample, program: str = ROUND) -> 
     if not programs(bound)[program]:
         return {}
     width = max(bound.structure.outputs, 2) if bound.task.classes and sample.y.dim() == 1 else 0
-    site, state, kept = sample.site(width), server.opening(bound), ClientState()
+    site, state, kept = sample.site(width), server.initial_state(bound), ClientState()
     if program != SETUP and bound.method.schedule.setup:
         desk = _rehearsed(bound, work, site, state, kept, SETUP)
         (reply,) = desk.replies()
@@ -121,7 +121,7 @@ def _rehearsed(
     """The desk of a lone client after a program."""
     cohort = _cohort(bound, work, site, 0 if program == SETUP else 1)
     if program == SETUP:
-        sent = server.plain_dispatch(bound, state, cohort)
+        sent = server.setup_dispatch(bound, state, cohort)
     else:
         _, sent = server.dispatch(bound, state, cohort)
     person = Participant(site, kept, dict(sent.addressed[site.id]), sent.keys.get(site.id))

@@ -65,7 +65,7 @@ class SiteStore:
         path = self._path(experiment, run, round)
         with disk.writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-        disk.write(path, pack({"format": FORMAT, **state_tree(state)}))
+        disk.write(path, pack({"format": FORMAT, **state_tree(state)}, self.device))
         kept = {path.name} | (set() if base is None else {self._path(experiment, run, base).name})
         for old in path.parent.glob("round-*.safetensors"):
             if old.name not in kept:
@@ -81,7 +81,7 @@ class SiteStore:
         path = self.place(experiment, run) / MODEL
         with disk.writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-        disk.write(path, pack({"format": FORMAT, "experiment": experiment, **content}))
+        disk.write(path, pack({"format": FORMAT, "experiment": experiment, **content}, self.device))
 
     def read_model(self, path: Path) -> dict[str, Any]:
         """What :meth:`save_model` wrote to a file."""

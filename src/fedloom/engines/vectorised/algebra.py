@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from fedloom import transfer
+
 aten = torch.ops.aten
 
 
@@ -80,4 +82,4 @@ def _value(node: fx.Node) -> Tensor:
 
 def _on_cpu(node: fx.Node) -> bool:
     value = node.meta.get("val")
-    return node.op == "call_function" and isinstance(value, Tensor) and value.device.type == "cpu"
+    return node.op == "call_function" and isinstance(value, Tensor) and transfer.on_host(value)

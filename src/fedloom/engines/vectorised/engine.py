@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import torch
 
+from fedloom import transfer
 from fedloom.bound import Bound
 from fedloom.clients.inputs import ClientInputs
 from fedloom.clients.runner import ClientRunner
@@ -96,7 +97,10 @@ class VectorisedEngine(Engine):
     def _waves(
         self, bound: Bound, work: Work, people: Sequence[Participant], device: torch.device
     ) -> list[list[Participant]]:
-        return waves.cut(waves.side_by_side(bound, people), self.wave or self._most(bound, work, people, device.type))
+        return waves.cut(
+            waves.side_by_side(bound, people),
+            self.wave or self._most(bound, work, people, transfer.device_kind(device)),
+        )
 
     def _most(self, bound: Bound, work: Work, people: Sequence[Participant], device: str) -> int:
         rows = max([len(p.site.train) for p in people])
@@ -112,7 +116,7 @@ class VectorisedEngine(Engine):
         return {"engine": name, "step": self.step, "wave": self.wave or 0, "events": [*self.events, *notes]}
 
     def _captures(self, device: torch.device) -> bool:
-        return self.step == "graphed" or (self.step == "auto" and device.type == "cuda")
+        return self.step == "graphed" or (self.step == "auto" and transfer.is_gpu(device))
 
     def _runners(self, work: Work, device: torch.device) -> tuple[StartSteps, Accumulate]:
         """What executes the steps of a phase, and what adds up sweeps."""
@@ -190,5 +194,4 @@ class VectorisedEngine(Engine):
         self.captured.known.clear()
         self.captured.sweeps.clear()
         gc.collect()  # graphs and what they were made by refer to each other
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        transfer.free_cached_memory()

@@ -121,7 +121,7 @@ def _played(run: Run, bound: Bound, engine: Engine, sizes: tuple[int, ...], seed
         work=replace(run.work, epochs=1, batch_size=max(sizes), optimizer=sgd(0.01), keep_optimizer=False),
         sites=sites,
         size=len(sites),
-        state=server.opening(bound),
+        state=server.initial_state(bound),
         clients={},
         judges={name: (site, name) for name, site in sites.items()},
         last={},

@@ -19,7 +19,7 @@ from fedloom import batches
 from fedloom.batches import SWEEP_BATCH, Steps
 from fedloom.clients.arrangement import Shapes, Slot
 from fedloom.data import Rows
-from fedloom.transfer import onto
+from fedloom.transfer import to_device_async
 from fedloom.types import Batch, Inputs
 
 KEPT_BYTES = 1 << 30
@@ -204,11 +204,11 @@ def training_schedule(rows: JoinedRows, steps: Sequence[Steps], dtype: torch.dty
         shifts = np.repeat(rows.offsets, widths.sum((1, 2)))
         index[np.arange(full) < widths[..., None]] = np.concatenate(picked) + shifts
     lengths = np.ascontiguousarray(widths.transpose(1, 2, 0))
-    on_device = onto(torch.from_numpy(np.ascontiguousarray(index.transpose(1, 2, 0, 3))), device)
+    on_device = to_device_async(torch.from_numpy(np.ascontiguousarray(index.transpose(1, 2, 0, 3))), device)
     slots, live = _training_slots(lengths, full, device, shapes)
     masks = None
     if any(slot.padded for slot in slots):
-        inside = onto(torch.from_numpy(lengths), device)[..., None] > torch.arange(full, device=device)
+        inside = to_device_async(torch.from_numpy(lengths), device)[..., None] > torch.arange(full, device=device)
         masks = inside.to(dtype)
     return WaveSchedule(rows, on_device, masks, live, dtype, slots, counts)
 
@@ -222,7 +222,7 @@ def _training_slots(
     counts = [min(widened(n), everyone) if shapes == "narrow" else everyone for n in last]
     beyond = np.arange(everyone) >= np.array(counts, np.int64)[:, None]
     idle: list[int] = (~moves & ~beyond).sum(1).tolist()
-    live = onto(torch.from_numpy(moves), device) if shapes == "fixed" or any(idle) else None
+    live = to_device_async(torch.from_numpy(moves), device) if shapes == "fixed" or any(idle) else None
     actives = [None] * len(moves) if live is None else live.unbind(0)
     if shapes == "fixed":
         return [Slot(t, everyone, (full,) * groups, True, active) for t, active in enumerate(actives)], live
@@ -277,10 +277,10 @@ def sweep_schedule(rows: JoinedRows, dtype: torch.dtype, size: int | str, grain:
     inside = numbers < ends[..., 1:]
     index = np.where(inside, numbers + np.array(rows.offsets)[:, None], rows.zero)
     # The whole sweep goes to the device at once: a copy for every batch takes longer than its rows.
-    on_device = onto(torch.from_numpy(index), rows.y.device)[:, None]
+    on_device = to_device_async(torch.from_numpy(index), rows.y.device)[:, None]
     masks = None
     if any(padded for _, _, padded in shapes):
-        masks = onto(torch.from_numpy(inside), rows.y.device).to(dtype)[:, None]
+        masks = to_device_async(torch.from_numpy(inside), rows.y.device).to(dtype)[:, None]
     slots = [Slot(t, clients, (width,), padded) for t, (clients, width, padded) in enumerate(shapes)]
     return WaveSchedule(rows, on_device, masks, None, dtype, slots, [len(own) for own in bounds], bounds)
 
