@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fedloom import transfer, tree
 from fedloom.errors import RunError
+from fedloom.torch_internals import base_of_view
 from fedloom.types import Leaves, Message
 
 
@@ -153,12 +154,12 @@ def together(values: Sequence[Tensor]) -> Tensor:
 
 def _whole(values: Sequence[Tensor]) -> Tensor | None:
     """The tensor without gaps of which these are the rows, in order; None where there is none."""
-    whole = values[0]._base
+    whole = base_of_view(values[0])
     if whole is None or whole.requires_grad or whole.shape != (len(values), *values[0].shape):
         return None
     begin, step, lies = whole.data_ptr(), whole.stride(0) * whole.element_size(), (whole.dtype, whole.stride()[1:])
     rows = [begin + i * step for i in range(len(values))]
-    same = whole.is_contiguous() and all(v._base is whole and (v.dtype, v.stride()) == lies for v in values)
+    same = whole.is_contiguous() and all(base_of_view(v) is whole and (v.dtype, v.stride()) == lies for v in values)
     return whole if same and [v.data_ptr() for v in values] == rows else None
 
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from fedloom import rng
 from fedloom.bound import Bound
 from fedloom.clients.arrangement import Arrangement
+from fedloom.torch_internals import pytree
 from fedloom.transfer import onto
 from fedloom.types import Leaves, Seen
 from fedloom.work import Participant, Post, Work

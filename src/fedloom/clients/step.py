@@ -13,7 +13,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from fedloom import rng, tree
 from fedloom.bound import Bound, BoundPhase
@@ -22,6 +21,7 @@ from fedloom.clients.inputs import ClientInputs
 from fedloom.data.augment import Augmentation, key_of
 from fedloom.errors import UserError
 from fedloom.optim import Optimizer, OptState
+from fedloom.torch_internals import pytree
 from fedloom.types import EACH, Batch, Leaves, Memory, Seen
 from fedloom.view import View
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from fedloom import tree
 from fedloom.batches import sweep_rows
@@ -16,6 +15,7 @@ from fedloom.clients.arrangement import Arrangement, Schedule
 from fedloom.clients.inputs import ClientInputs
 from fedloom.data import Rows
 from fedloom.slots import Judge, Sweep
+from fedloom.torch_internals import pytree
 from fedloom.types import Batch, Leaves, Seen
 from fedloom.view import View
 from fedloom.work import Work

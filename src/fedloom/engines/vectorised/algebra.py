@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from fedloom.torch_internals import is_write
+
 aten = torch.ops.aten
 
 
@@ -29,12 +31,6 @@ def simplify(graph: fx.GraphModule) -> None:
                 node.replace_all_uses_with(_call(graph.graph, aten.exp.default, (inner,), node))
     graph.graph.eliminate_dead_code(lambda n: n.op in ("placeholder", "output") or is_write(n))
     graph.recompile()
-
-
-def is_write(node: fx.Node) -> bool:
-    """Whether an operation changes one of its arguments."""
-    schema = getattr(node.target, "_schema", None)
-    return schema is not None and schema.is_mutable
 
 
 def _turned(graph: fx.Graph, node: fx.Node) -> None:

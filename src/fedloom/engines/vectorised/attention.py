@@ -21,7 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.backends import mha
 
-from fedloom.ops.mapped import clients_at, is_batched
+from fedloom.ops.mapped import clients_at
+from fedloom.torch_internals import add_batch_axis, innermost_vmap, is_batched, without_vmap_rule
 
 OPERATOR = "scaled_dot_product_attention"
 MOST = (1 << 16) - 1
@@ -74,20 +75,18 @@ def _registered() -> torch.library.Library:
 
 def _entered(query: Tensor, *args: Any, **named: Any) -> Any:
     """Attention inside ``vmap``: by the rule, unless it is not of a cohort or its noise is not each client's own."""
-    from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
-
     operator: Any = torch.ops.aten.scaled_dot_product_attention.default
     if not _slow.inside:
         return operator.decompose(query, *args, **named)
     noise = named.get("dropout_p", args[3] if len(args) > 3 else 0.0)
     if noise:
-        level: Any = retrieve_current_functorch_interpreter()
+        level = innermost_vmap()
         if level.randomness() != "different":
             return operator.decompose(query, *args, **named)
         if not any(isinstance(t, Tensor) and is_batched(t) for t in (query, *args, *named.values())):
             each = query.expand(level.batch_size(), *query.shape)  # noise is all that clients differ in
-            query = torch._C._functorch._add_batch_dim(each, 0, level.level())
-    with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.FuncTorchVmapMode)):
+            query = add_batch_axis(each, level)
+    with without_vmap_rule():
         return operator(query, *args, **named)
 
 

@@ -9,17 +9,11 @@ steps are gathered at once, so that little Python is left between two steps.
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._guards import TracingContext, tracing
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.utils import _pytree as pytree
 
 from fedloom.clients.arrangement import Slot
 from fedloom.clients.inputs import ClientInputs
@@ -27,6 +21,7 @@ from fedloom.clients.step import OptimizerGroup, PhaseStart, Step, StepState
 from fedloom.engines.vectorised.rows import WaveSchedule
 from fedloom.engines.vectorised.traced import Traces, constants, recording, tidy
 from fedloom.optim import OptState
+from fedloom.torch_internals import compile_graph, pytree, trace_graph
 from fedloom.types import Batch
 
 RETRIES, PROGRAMS = 2, 4
@@ -50,11 +45,7 @@ def fused(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., An
     each call; they would take longer than a step. The C++ wrapper would save more, but with torch 2.13 it gave wrong numbers
     for SCAFFOLD from the second round on (the cause was not found): hence the comparison.
     """
-    options = {"size_asserts": False, "alignment_asserts": False}
-    fake = FakeTensorMode(shape_env=ShapeEnv())
-    with tracing(TracingContext(fake)):  # without it torch does not look for the code on disk
-        shapes: list[Any] = [fake.from_tensor(t, static_shapes=True) for t in inputs]
-        compiled: Callable[..., Any] = torch._inductor.compile(graph, shapes, options=options)
+    compiled = compile_graph(graph, inputs)
     draw = torch.Generator().manual_seed(0)
     for share in (0.0, 0.1):
         found = [t.clone() if not t.is_floating_point() else _jittered(t, share, draw) for t in inputs]
@@ -153,10 +144,9 @@ def _program(
         return []
 
     try:
-        graph = make_fx(full, tracing_mode="fake", _allow_non_fake_inputs=True)(*[t.detach() for t in flat])
+        graph = trace_graph(full, flat)
         kept = tidy(graph)
-        with torch.no_grad(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the compiler's own, about its insides
+        with torch.no_grad():
             compiled = fused(graph, [flat[i].detach().contiguous() for i in kept])
     except Exception as error:
         why = str(error).strip().splitlines()

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from fedloom import batches
 from fedloom.batches import SWEEP_BATCH, Steps
 from fedloom.clients.arrangement import Shapes, Slot
 from fedloom.data import Rows
+from fedloom.torch_internals import pytree
 from fedloom.transfer import onto
 from fedloom.types import Batch, Inputs
 

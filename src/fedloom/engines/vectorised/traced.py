@@ -14,13 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils import _pytree as pytree
 
 from fedloom.clients.arrangement import Schedule
 from fedloom.clients.inputs import ClientInputs
 from fedloom.clients.step import Step
-from fedloom.engines.vectorised.algebra import is_write, simplify
+from fedloom.engines.vectorised.algebra import simplify
+from fedloom.torch_internals import UNSAFE_VIEW, is_write, pytree, trace_graph
 from fedloom.types import Batch, Leaves, Memory, Seen
 
 TRACE_STEPS = 200
@@ -114,7 +113,7 @@ class Traces:
             return [losses, *(g for g in grads if g is not None), *pytree.tree_leaves(carry)]
 
         try:
-            graph = make_fx(fn, tracing_mode="fake", _allow_non_fake_inputs=True)(*[t.detach() for t in flat])
+            graph = trace_graph(fn, flat)
         except Exception as error:
             name, why = step.phase.phase.name, str(error).splitlines()
             self.notes.append(f"phase {name!r} is mapped, not traced: {type(error).__name__}: {why[0] if why else ''}")
@@ -186,7 +185,7 @@ _ALIASES = {
     torch.ops.aten.detach.default,
     torch.ops.aten.expand.default,
     torch.ops.aten.view.default,
-    torch.ops.aten._unsafe_view.default,
+    UNSAFE_VIEW,
 }
 
 
