@@ -83,8 +83,11 @@ class Step:
             if term.carry is None:
                 value = term.fn(view, batch, seen)
             else:
-                value, moved = term.fn(view, batch, seen, carry[term.owner])
-                carry[term.owner] = {k: v.detach() for k, v in moved.items()}
+                before = carry[term.owner]
+                value, after = term.fn(view, batch, seen, before)
+                # In the order of `before`: the term may return its keys in another order, and steps
+                # copy the values one by one. The copies have the type of the initial values.
+                carry[term.owner] = {k: after[k].detach() for k in before}
             total = value if total is None else total + value
         assert total is not None, f"phase {phase.name!r} has no term"
         return total, carry
@@ -130,8 +133,9 @@ class Step:
         phase, number = self.phase.phase, self.noise_number(inputs, state.number)
         for _ in range(phase.repeat):
             losses, grads, carry = (gradients or self.gradients)(state.leaves, inputs, batch, state.carry, number)
+            # Not masked by `active`: a client that does not move reads its carried values no more.
             if carry:
-                tree.overwrite(*_pairs(state.carry, carry))
+                tree.overwrite(pytree.tree_leaves(state.carry), pytree.tree_leaves(carry))
             if grads is not None:
                 self.optimize(state, inputs, grads, active)
             if phase.project is not None:
@@ -369,9 +373,3 @@ def augmented(augment: Augmentation, batch: Batch, bound: Bound, key: Tensor) ->
 def _front(rate: float | Tensor, clients: int) -> float | Tensor:
     """Return the rates of the first clients, if each client has its own."""
     return rate[:clients] if isinstance(rate, Tensor) and rate.dim() else rate
-
-
-def _pairs(to: Memory, source: Memory) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the tensors of two memories in one order: keys may come in another."""
-    names = [(owner, k) for owner, values in to.items() for k in values]
-    return [to[owner][k] for owner, k in names], [source[owner][k] for owner, k in names]
