@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from fedloom.torch_internals import is_differentiated
+
 
 class DenseEncoder(nn.TransformerEncoder):
     """``nn.TransformerEncoder`` without nested tensors.
@@ -26,7 +28,7 @@ class TwiceLayerNorm(nn.LayerNorm):
     """
 
     def forward(self, input: Tensor) -> Tensor:
-        if not torch._C._functorch.is_gradtrackingtensor(input) or self.weight is None:
+        if not is_differentiated(input) or self.weight is None:
             return super().forward(input)
         x = input.to(self.weight.dtype)
         axes = tuple(range(-len(self.normalized_shape), 0))

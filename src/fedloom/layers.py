@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from fedloom import ops
 from fedloom.frames import Frame, current, uniform_like
 from fedloom.ops import in_autocast_type, operator
+from fedloom.torch_internals import check_input_dim, convolve, is_wrapped
 
 
 class _Dropout(nn.modules.dropout._DropoutNd):
@@ -100,7 +101,7 @@ def batch_normalised(norm: _MaskedBatchNorm, x: Tensor, frame: Frame) -> Tensor:
         # One test row of a layer without running statistics: torch refuses, though there is nothing wrong with it.
         alone = not norm.training and x.numel() == x.shape[1]
         return norm._masked(x, x.new_ones(1)) if alone else norm._plain(x)
-    norm._check_input_dim(x)  # type: ignore[no-untyped-call]
+    check_input_dim(norm, x)
     return norm._masked(x, frame.mask)
 
 
@@ -116,16 +117,11 @@ class MaskedBatchNorm3d(_MaskedBatchNorm, nn.BatchNorm3d):
     """``nn.BatchNorm3d`` that leaves padding rows out."""
 
 
-def _inside(x: Tensor) -> bool:
-    """Whether a tensor is inside ``vmap``, of a gradient of many clients too."""
-    return bool(torch._C._functorch.is_functorch_wrapped_tensor(x))
-
-
 class MappedEmbedding(nn.Embedding):
     """``nn.Embedding`` whose padding row gets no gradient, which ``vmap`` forgets."""
 
     def forward(self, input: Tensor) -> Tensor:
-        if self.padding_idx is None or self.max_norm is not None or not _inside(self.weight):
+        if self.padding_idx is None or self.max_norm is not None or not is_wrapped(self.weight):
             return super().forward(input)
         padding = torch.arange(self.num_embeddings, device=self.weight.device)[:, None] == self.padding_idx
         return nn.functional.embedding(input, torch.where(padding, self.weight.detach(), self.weight))
@@ -134,8 +130,7 @@ class MappedEmbedding(nn.Embedding):
 @operator
 def convolution(layer: nn.Conv2d, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """What a layer makes of x with this weight and bias."""
-    y: Tensor = layer._conv_forward(x, weight, bias)
-    return y
+    return convolve(layer, x, weight, bias)
 
 
 class CohortConv2d(nn.Conv2d):

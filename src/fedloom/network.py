@@ -15,6 +15,7 @@ from fedloom import frames, layers, orders, rng, swaps, transfer
 from fedloom.errors import UserError
 from fedloom.ops import dispatch
 from fedloom.structure import Call, LeafInfo, Structure
+from fedloom.torch_internals import clear_hooks, registries
 from fedloom.types import Inputs, Leaves
 
 
@@ -97,8 +98,7 @@ class Network:
         memo: dict[int, Any] = {id(holder[key]): fresh[name] for holder, key, name in self._places}
         module = copy.deepcopy(self.module, memo)
         for part in module.modules():
-            part._forward_hooks.clear()
-            part._forward_pre_hooks.clear()
+            clear_hooks(part)
         swaps.restore(module)
         return module.eval()
 
@@ -371,7 +371,7 @@ def _find_places(module: nn.Module, structure: Structure) -> list[tuple[dict[str
     by_id = {id(state[leaf.name]): leaf.name for leaf in structure.leaves}
     places: list[tuple[dict[str, Any], str, str]] = []
     for part in module.modules():
-        for holder in (part._parameters, part._buffers):
+        for holder in registries(part):
             for key, value in holder.items():
                 if value is not None and id(value) in by_id:
                     places.append((holder, key, by_id[id(value)]))

@@ -93,7 +93,7 @@ class Optimizer:
             params: the parameters.
             grads: their gradients.
             state: moments and number of steps.
-            lr: learning rate; a tensor inside a traced step.
+            lr: learning rate; a tensor inside a traced step; one rate per client if it has an axis.
             active: per client whether it moves; None for all.
             batched: whether axis 0 is the client (gradients are then clipped client by client).
         """
@@ -109,8 +109,8 @@ class Optimizer:
         moved(self, params, grads, state, lr)
         for now, then in zip(moving, before, strict=True):
             for a, b in zip(now, then, strict=True):
-                torch.where(_along(active, a), a, b, out=a) if isinstance(lr, float) else a.copy_(
-                    torch.where(_along(active, a), a, b)
+                torch.where(along_clients(active, a), a, b, out=a) if isinstance(lr, float) else a.copy_(
+                    torch.where(along_clients(active, a), a, b)
                 )
 
 
@@ -127,7 +127,7 @@ def moved(optimizer: Optimizer, params: Tensors, grads: Tensors, state: OptState
             torch._foreach_add_(m, grads)
             grads = list(torch._foreach_add(grads, m, alpha=optimizer.momentum)) if optimizer.nesterov else m
         if isinstance(lr, Tensor):
-            torch._foreach_sub_(params, [g * lr for g in grads])
+            torch._foreach_sub_(params, [g * _rate(lr, g) for g in grads])
         else:
             torch._foreach_add_(params, grads, alpha=-lr)
         return params
@@ -135,7 +135,7 @@ def moved(optimizer: Optimizer, params: Tensors, grads: Tensors, state: OptState
     b1, b2 = optimizer.betas
     if optimizer.name == "adamw" and isinstance(lr, Tensor):
         for p in params:
-            p.mul_(1 - lr * optimizer.weight_decay)
+            p.mul_(1 - _rate(lr, p) * optimizer.weight_decay)
     elif optimizer.name == "adamw":
         torch._foreach_mul_(params, 1 - lr * optimizer.weight_decay)
     torch._foreach_lerp_(m, grads, 1 - b1)
@@ -145,7 +145,7 @@ def moved(optimizer: Optimizer, params: Tensors, grads: Tensors, state: OptState
     if isinstance(lr, Tensor):
         second, rate = (1 - b2**state.step) ** 0.5, lr / (1 - b1**state.step)
         for p, mean, d in zip(params, m, denom, strict=True):
-            p.sub_((rate * mean) / (d / second + optimizer.eps))
+            p.sub_((_rate(rate, mean) * mean) / (d / second + optimizer.eps))
         return params
     torch._foreach_div_(denom, (1 - b2**state.step) ** 0.5)
     torch._foreach_add_(denom, optimizer.eps)
@@ -153,8 +153,13 @@ def moved(optimizer: Optimizer, params: Tensors, grads: Tensors, state: OptState
     return params
 
 
-def _along(values: Tensor, like: Tensor) -> Tensor:
-    """One value per client, shaped so that it multiplies a stacked tensor."""
+def _rate(rate: Tensor, like: Tensor) -> Tensor:
+    """Return a rate that multiplies a tensor: one for all, or one per client along axis 0."""
+    return along_clients(rate.to(like.dtype), like) if rate.dim() else rate
+
+
+def along_clients(values: Tensor, like: Tensor) -> Tensor:
+    """Reshape one value per client so that it broadcasts over a stacked tensor."""
     return values.reshape(-1, *[1] * (like.dim() - 1))
 
 
@@ -165,7 +170,7 @@ def clipped(grads: Tensors, bound: float, *, batched: bool = False) -> Tensors:
         return list(torch._foreach_mul(grads, (bound / (norm + 1e-6)).clamp(max=1.0)))
     norms = torch.stack([g.reshape(g.shape[0], -1).norm(dim=1) for g in grads]).norm(dim=0)
     factor = (bound / (norms + 1e-6)).clamp(max=1.0)
-    return [g * _along(factor, g) for g in grads]
+    return [g * along_clients(factor, g) for g in grads]
 
 
 def sgd(

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from fedloom.frames import uniform_like
 from fedloom.ops import recurrent
+from fedloom.torch_internals import LiveWeightsRNN, is_batched, is_wrapped, unwrapped
 
 Weights = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 
@@ -34,29 +35,19 @@ def _layer(
 
 def _of_a_cohort(x: Tensor) -> bool:
     """Whether a tensor is one client's inside ``vmap``, also inside a gradient there."""
-    functorch = torch._C._functorch
-    while functorch.is_functorch_wrapped_tensor(x):
-        if functorch.is_batchedtensor(x):
+    while is_wrapped(x):
+        if is_batched(x):
             return True
-        x = functorch.get_unwrapped(x)
+        x = unwrapped(x)
     return False
 
 
-class _Mapped(nn.RNNBase, ABC):
-    """A recurrent layer whose weights are those that it holds now, and that runs under ``vmap``."""
-
-    @property
-    def _flat_weights(self) -> list[Any]:
-        # torch keeps a list of its own, which does not follow when the leaves are exchanged.
-        return [self._parameters[name] for name in self._flat_weights_names]
-
-    @_flat_weights.setter
-    def _flat_weights(self, value: list[Any]) -> None:
-        pass
+class _Mapped(LiveWeightsRNN, ABC):
+    """A recurrent layer that runs under ``vmap``."""
 
     def forward(self, input: Any, hx: Any = None) -> Any:
         if isinstance(input, Tensor) and input.dim() == 3:
-            tensors = [t for t in (input, *self._flat_weights) if t is not None]
+            tensors = [t for t in (input, *self.flat_weights()) if t is not None]
             if any(_of_a_cohort(t) for t in tensors):
                 return self._stepwise(input, hx)
         return super().forward(input, hx)
@@ -72,7 +63,7 @@ class _Mapped(nn.RNNBase, ABC):
             for way in range(ways):
                 tail = f"l{layer}{'_reverse' if way else ''}"
                 wi, wh, bi, bh = (
-                    self._parameters.get(f"{n}_{tail}") for n in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
+                    getattr(self, f"{n}_{tail}", None) for n in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
                 )
                 assert wi is not None and wh is not None
                 state = tuple(part[layer * ways + way] for part in given) or None

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fedloom import transfer, tree
 from fedloom.errors import RunError
+from fedloom.torch_internals import base_of_view
 from fedloom.transfer import on_host
 from fedloom.types import Leaves, Message
 
@@ -156,12 +157,12 @@ def stack_or_view(values: Sequence[Tensor]) -> Tensor:
 
 def _common_base(values: Sequence[Tensor]) -> Tensor | None:
     """Return the contiguous tensor whose rows are exactly these tensors, in order; None if there is none."""
-    base = values[0]._base
+    base = base_of_view(values[0])
     if base is None or base.requires_grad or base.shape != (len(values), *values[0].shape):
         return None
     start, step, layout = base.data_ptr(), base.stride(0) * base.element_size(), (base.dtype, base.stride()[1:])
     rows = [start + i * step for i in range(len(values))]
-    same = base.is_contiguous() and all(v._base is base and (v.dtype, v.stride()) == layout for v in values)
+    same = base.is_contiguous() and all(base_of_view(v) is base and (v.dtype, v.stride()) == layout for v in values)
     return base if same and [v.data_ptr() for v in values] == rows else None
 
 

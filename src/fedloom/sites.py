@@ -6,11 +6,11 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 
 import torch
-from torch.utils import _pytree as pytree
 
 from fedloom import transfer
 from fedloom.data import ClientData
 from fedloom.data.rows import Rows
+from fedloom.torch_internals import pytree
 from fedloom.work import Site
 
 EAGER = 1000

@@ -19,6 +19,7 @@ from fedloom.layers import (
 )
 from fedloom.ops import operator
 from fedloom.recurrent import MappedGRU, MappedLSTM, MappedRNN
+from fedloom.torch_internals import reset_flat_weights
 
 _SWAPS: dict[type[nn.Module], type[nn.Module]] = {
     nn.Conv2d: CohortConv2d,
@@ -63,6 +64,6 @@ def restore(module: nn.Module) -> None:
         if type(part) in back:
             part.__class__ = back[type(part)]
         if isinstance(part, nn.RNNBase):
-            part._flat_weights = [getattr(part, name) for name in part._flat_weights_names]
+            reset_flat_weights(part)
         for name in vars(part).pop(ADDED, ()):
             del vars(part)[name]

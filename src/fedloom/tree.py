@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fedloom import transfer
+from fedloom.torch_internals import base_of_view, is_wrapped
 from fedloom.types import Leaves
 
 T = TypeVar("T")
@@ -96,7 +97,7 @@ def by_list(
         >>> by_list(torch._foreach_sub, torch.sub, [torch.ones(2)], [torch.tensor(3.0)])
         [tensor([-2., -2.])]
     """
-    if any(torch._C._functorch.is_functorch_wrapped_tensor(t) for some in lists for t in some):
+    if any(is_wrapped(t) for some in lists for t in some):
         return [one(*each) for each in zip(*lists, strict=True)]
     return list(whole(*lists)) if lists[0] else []
 
@@ -178,7 +179,8 @@ def finite_indicator(values: Iterable[Tensor]) -> Tensor:
     float32 are beyond 1e19; :func:`all_finite` is exact.
     """
     # Rows of a stacked tensor count once, as the stacked tensor: one norm for all clients.
-    bases = [v if v._base is None else v._base for v in values if v.is_floating_point() and v.numel()]
+    floats = [v for v in values if v.is_floating_point() and v.numel()]
+    bases = [v if (base := base_of_view(v)) is None else base for v in floats]
     tensors = list({id(base): base for base in bases}.values())
     if not tensors:
         return torch.zeros((), dtype=torch.float64)

@@ -1,1 +1,1 @@
-"""What happens at a client: THE local loop, one training step, one sweep, and how clients are laid out."""
+"""Work of the clients: the training loop, one training step, sweeps, and the layout of tensors."""

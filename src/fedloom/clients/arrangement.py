@@ -1,7 +1,7 @@
-"""How clients are laid out, tensors and rows: one client's as they are, or a wave's along axis 0.
+"""The layout of tensors and batches: of one client, or of a wave of clients along axis 0.
 
-Client code is written for one client. An :class:`Arrangement` is all that tells one client from many. A :class:`BatchSchedule`
-is the only source of batches, of training steps and of sweeps alike.
+Client code is written for one client. Only the :class:`Arrangement` differs between one client and
+a wave. A :class:`BatchSchedule` is the only source of batches, for training steps and for sweeps.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class Slot:
 
     Args:
         step: the number of the step.
-        clients: the first so many clients of the wave take part.
-        widths: rows of each client's batch, one number for each batch of the step.
+        clients: number of clients that take part, the first ones of the wave.
+        widths: rows of each client's batch; a step on pairs of batches has two numbers.
         padded: whether some of these rows are padding.
-        active: which of the clients move; None for all of them.
-        hide: whether the rows of clients that do not move are masked too.
+        active: which of the clients the step changes, shape ``(clients,)``; None for all.
+        hide: whether the rows of the other clients are masked too.
     """
 
     step: int
@@ -45,7 +45,10 @@ class Slot:
 
 
 class BatchSchedule(Protocol):
-    """Steps in order, and the batch of each."""
+    """Steps in order, and the batch of each step.
+
+    Members are properties, so that a class may declare narrower types.
+    """
 
     @property
     def slots(self) -> Sequence[Slot]:
@@ -56,21 +59,25 @@ class BatchSchedule(Protocol):
         """Steps of each client."""
 
     def batch(self, slot: Slot) -> Batch:
-        """The rows of a step; in a wave with a client axis, shorter batches padded and masked."""
+        """Return the rows of a step; in a wave, pad and mask the shorter batches."""
 
     def unpad(self, values: Tensor) -> Sequence[Tensor]:
-        """Per client the values of its real rows, given those of all batches side by side."""
+        """Return each client's values of real rows.
+
+        Args:
+            values: one value per row of all batches, concatenated, padding included.
+        """
 
 
 class ClientSchedule:
-    """The steps of one client: rows picked by their index."""
+    """The steps of one client: rows selected by their index."""
 
     def __init__(self, rows: Rows, steps: Steps) -> None:
         self.rows, self.steps, self.counts = rows, steps, [len(steps)]
         self.slots = [Slot(number) for number in range(len(steps))]
 
     def batch(self, slot: Slot) -> Batch:
-        """The rows of a step."""
+        """Return the rows of a step."""
         batch: Batch | None = None
         for index in reversed(self.steps[slot.step]):
             rows = self.rows.take(to_device_async(torch.from_numpy(index), self.rows.y.device))
@@ -79,76 +86,83 @@ class ClientSchedule:
         return batch
 
     def unpad(self, values: Tensor) -> Sequence[Tensor]:
-        """Every row is real."""
+        """Return the values: no row is padding."""
         return (values,)
 
 
-def in_order(rows: Rows, size: int | str) -> Steps:
-    """The steps of a sweep: all rows, in data order."""
-    return [(np.arange(low, high),) for low, high in batches.in_order(len(rows), size)]
-
-
 Shapes = Literal["narrow", "all", "fixed"]
-"""Steps of a wave: with the clients that still have rows, with all clients, or all of one shape."""
+"""Shapes of the steps of a wave: ``"narrow"`` leaves out clients without further rows, ``"all"``
+has all clients in every step, ``"fixed"`` has the same shape in every step."""
 
 
 class Arrangement(Protocol):
-    """How the tensors of the clients at work are laid out."""
+    """The layout of the clients' tensors: as they are, or stacked along axis 0."""
 
     several: bool
     """Whether axis 0 of every tensor is the client."""
 
     def stack(self, values: Sequence[Tensor], *, copy: bool = False) -> Tensor:
-        """Joins the clients' values of one tensor; with ``copy`` each in memory of its own."""
+        """Join one tensor per client.
+
+        With ``copy`` the clients share no memory; without, the result may expand one tensor.
+        """
 
     def unstack(self, value: Tensor) -> Sequence[Tensor]:
-        """The clients' values of one tensor, as views."""
+        """Return each client's part of a tensor, as views."""
 
     def map(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """A function of one client's tensors, for all clients."""
+        """Turn a function of one client's tensors into one of all clients' tensors.
+
+        The result for a client must not depend on tensors of other clients: steps differentiate the
+        sum of the clients' losses, which gives each client its own gradient only then.
+        """
 
     def to_memory_format(self, network: Network, leaves: Leaves) -> Leaves:
-        """The leaves in the memory format in which the network computes fastest."""
+        """Return the leaves in the memory format in which the network computes fastest."""
 
     def schedule(
         self, parts: Sequence[Rows], steps: Sequence[Steps], dtype: torch.dtype, shapes: Shapes
     ) -> BatchSchedule:
-        """Steps on these rows, by each client's row indices."""
+        """Return the steps with these row indices of each client."""
 
     def sweep(self, parts: Sequence[Rows], size: int | str, dtype: torch.dtype, *, narrow: bool) -> BatchSchedule:
-        """One pass over all rows in order; with ``narrow`` clients whose rows are over may be left out."""
+        """Return one pass over all rows in order.
+
+        With ``narrow``, later batches may leave out clients without further rows.
+        """
 
 
 class OneClient:
-    """Tensors as they are."""
+    """The arrangement of one client: tensors as they are."""
 
     several = False
 
     def stack(self, values: Sequence[Tensor], *, copy: bool = False) -> Tensor:
-        """The only value."""
+        """Return the only value, or a copy of it."""
         return values[0].clone() if copy else values[0]
 
     def unstack(self, value: Tensor) -> Sequence[Tensor]:
-        """The only value."""
+        """Return the value as the only part."""
         return (value,)
 
     def map(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """The function itself."""
+        """Return the function."""
         return fn
 
     def to_memory_format(self, network: Network, leaves: Leaves) -> Leaves:
-        """Filters with their channels last, where the network computes faster with them."""
+        """Put the channels of filters last, where the network computes faster with them."""
         return {k: suited(v) for k, v in leaves.items()} if network.channels_last else dict(leaves)
 
     def schedule(
         self, parts: Sequence[Rows], steps: Sequence[Steps], dtype: torch.dtype, shapes: Shapes
     ) -> BatchSchedule:
-        """Rows picked by their index."""
+        """Return the steps of the only client."""
         return ClientSchedule(parts[0], steps[0])
 
     def sweep(self, parts: Sequence[Rows], size: int | str, dtype: torch.dtype, *, narrow: bool) -> BatchSchedule:
-        """Slices of the rows."""
-        return ClientSchedule(parts[0], in_order(parts[0], size))
+        """Return all rows of the only client, in order."""
+        ranges = batches.in_order(len(parts[0]), size)
+        return ClientSchedule(parts[0], [(np.arange(low, high),) for low, high in ranges])
 
 
 ONE_CLIENT = OneClient()

@@ -1,4 +1,4 @@
-"""What client code reads besides its leaves and its batch, sorted by how it is laid out."""
+"""The values that client code reads besides leaves and batch, grouped by their layout."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from fedloom import rng
 from fedloom.bound import Bound
 from fedloom.clients.arrangement import Arrangement
+from fedloom.torch_internals import pytree
 from fedloom.transfer import to_device_async
 from fedloom.types import Leaves, Seen
 from fedloom.work import Participant, Post, Work
@@ -20,14 +20,15 @@ from fedloom.work import Participant, Post, Work
 
 @dataclass(frozen=True, slots=True)
 class ClientInputs:
-    """The fields of :class:`fedloom.types.Seen`. Where a field stands decides how it is laid out, and nothing else does.
+    """The fields of :class:`fedloom.types.Seen` in three groups. The group decides the layout.
 
     Args:
-        own: tensors of which each client has its own: start, addressed, memory, swept, steps, n, counts, first, noise.
-            With a client axis in a wave.
-        common: tensors that all clients of the wave share: received, broadcast, gate.
+        own: tensors with a client axis in a wave: start, addressed, memory, swept, steps, n,
+            counts, first, noise.
+        common: tensors that all clients share: received, broadcast, gate. If the clients of a wave
+            belong to several runs, these fields and lr and rates are in ``own`` instead.
         facts: Python values: round, lr, rates, momenta, cohort, population, key, specs.
-        seen_type: what is made of them; a recording subclass while a step is traced.
+        seen_type: the class of the values; a recording subclass while a step is traced.
     """
 
     own: dict[str, Any]
@@ -36,27 +37,27 @@ class ClientInputs:
     seen_type: Callable[..., Seen] = Seen
 
     def seen(self, own: Mapping[str, Any], final: Leaves | None = None) -> Seen:
-        """What one client sees, given its own part."""
+        """Return what client code of one client reads, given its part of ``own``."""
         return self.seen_type(**own, **self.common, **self.facts, final=final or {})
 
     def with_own(self, **changes: Any) -> ClientInputs:
-        """The same with some of the clients' own values replaced."""
+        """Return a copy with other values of some fields of ``own``."""
         return replace(self, own={**self.own, **changes})
 
     def front(self, clients: int) -> ClientInputs:
-        """Those of the first clients of a wave."""
+        """Return the inputs of the first clients of a wave, as views."""
         return replace(self, own=pytree.tree_map(lambda value: value[:clients], self.own))
 
 
 def client_inputs(
     bound: Bound, work: Work, post: Post, people: Sequence[Participant], arrangement: Arrangement
 ) -> ClientInputs:
-    """What these clients read when their round begins."""
+    """Return the inputs of these clients at the beginning of a round."""
     stack, device = arrangement.stack, next(iter(post.leaves.values())).device
 
     def numbers(*rows: Sequence[float], dtype: torch.dtype) -> list[Tensor]:
-        together = to_device_async(torch.tensor(rows, dtype=dtype), device)
-        return [stack(row.unbind(0)) for row in together.unbind(0)]
+        table = to_device_async(torch.tensor(rows, dtype=dtype), device)  # one copy to the device
+        return [stack(row.unbind(0)) for row in table.unbind(0)]
 
     n, first = numbers(
         [len(p.site.train) for p in people], [p.state.rounds == 0 for p in people], dtype=bound.structure.dtype

@@ -1,7 +1,7 @@
-"""A client's work in a round: the interpreter of programs, and THE local loop.
+"""A client's work in a round: it interprets programs and contains the only training loop.
 
-The code serves one client or a wave of clients. It asks four things of an engine: an arrangement of tensors, a runner of
-steps, an accumulator of sweeps, and nothing else.
+The code serves one client or a wave of clients. An engine passes an arrangement of tensors, a
+function that starts a runner of steps, and an accumulator of sweeps.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from fedloom.work import ClientState, Participant, Post, Reply, Work
 
 
 class ClientRunner:
-    """Runs a program for one client, or for a wave of clients at once.
+    """Runs a program for one client or for a wave of clients.
 
     Args:
         bound: the method with its network and task.
-        work: how clients work in this run.
-        post: what the server sent to everybody.
+        work: the options of the clients, equal for all.
+        post: the server's message to all clients.
         participants: the clients.
-        arrangement: how their tensors are laid out.
-        start_steps: chooses what executes the steps of a phase.
+        arrangement: the layout of their tensors.
+        start_steps: returns the runner that executes the steps of a phase.
         accumulate: adds up a statistic over rows.
-        schedules: narrow schedules of phases that were made before, by the phase's name.
+        schedules: prefetched schedules of shapes ``"narrow"``, by the name of the phase.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class ClientRunner:
         self.optimizer: dict[str, list[OptState]] = {}
 
     def run(self, program: Program) -> None:
-        """Interprets a program."""
+        """Run the steps of a program in order."""
         for step in program:
             if isinstance(step, Receive):
                 self.receive(step)
@@ -82,34 +82,43 @@ class ClientRunner:
                 self.send("setup" if program is schedule.setup else "server" if program is schedule.server else "round")
 
     def receive(self, step: Receive) -> None:
-        """Shared leaves come from the server, kept ones are the client's own; then the method's receive rule."""
-        post, specs, stack = self.post, self.bound.specs, self.arrangement.stack
+        """Load shared leaves from the server, the others from the clients; apply the rule."""
+        specs, stack, off = self.bound.specs, self.arrangement.stack, self.post.off
+        gates = self.inputs.common["gate"]
         start: Leaves = {}
-        for name, value in post.leaves.items():
-            everywhere = [value] * len(self.participants)
+        for name, shared in self.received().items():
             if not specs[name].kept or step.plain or (step.mirrored and specs[name].kind == "mirrored"):
-                start[name] = stack(everywhere)
+                start[name] = stack(shared)
                 continue
-            own = [p.state.leaves.get(name, value) for p in self.participants]
-            gate = post.gate.get(name)
+            own = [p.state.leaves.get(name, v) for p, v in zip(self.participants, shared, strict=True)]
+            gate = gates.get(name)
             if gate is None:
                 start[name] = stack(own)
-            elif post.off is None:
-                start[name] = torch.where(gate.bool(), stack(everywhere), stack(own))
+            elif off is None:
+                start[name] = torch.where(gate.bool(), stack(shared), stack(own))
             else:  # the same strides for personal and shared leaves: captured graphs are looked up by strides
-                start[name] = stack(own if name in post.off else everywhere, copy=self.arrangement.several)
+                start[name] = stack(own if name in off else shared, copy=self.arrangement.several)
         rule = self.bound.method.partition.receive
         if rule is not None and step.rule and not step.plain:
             apply, plain = rule, start
             receive = self.arrangement.map(lambda leaves, own: {**leaves, **apply(leaves, self.inputs.seen(own))})
             start = receive(start, self.inputs.own)
-            for name, gate in post.gate.items():
+            for name, gate in gates.items():
                 start[name] = torch.where(gate.bool(), start[name], plain[name])
         self.leaves = start
         self.inputs = self.inputs.with_own(start=start)
 
+    def received(self) -> dict[str, Sequence[Tensor]]:
+        """Return the server's leaves for each client. Clients of one run receive the same."""
+        leaves = self.inputs.common["received"]
+        return {name: [value] * len(self.participants) for name, value in leaves.items()}
+
     def train(self, phase: BoundPhase) -> None:
-        """THE local loop."""
+        """Run the gradient steps of a phase. This is the only training loop in the package.
+
+        A step continues in the runner, for example :meth:`fedloom.clients.step.EagerRunner.run`,
+        and in :meth:`fedloom.clients.step.Step.take`.
+        """
         step, start = self.step(phase), self.start(phase)
         runner = self.start_steps(step, start, self.inputs, partial(self.schedule, phase))
         until = phase.phase.until
@@ -129,20 +138,20 @@ class ClientRunner:
         counts = self.vector(runner.schedule.counts) if stop is None else stop.steps()
         self.inputs = self.inputs.with_own(steps={**self.inputs.own["steps"], name: counts})
         if step_count:
-            self.losses.append(state.total / counts)  # of a client without steps: NaN, zero by zero
+            self.losses.append(state.total / counts)  # a client without steps gets 0 / 0 = NaN
         self.leaves = self.leaves | {n: state.leaves[n].contiguous() for n in self.leaves if n in state.written}
-        if self.work.keep_optimizer:  # of the only client of the run
+        if self.work.keep_optimizer:  # such a run has one client; `int` waits for the device
             unstack = self.arrangement.unstack
             self.optimizer[name] = [
                 OptState({k: [unstack(t)[0].clone() for t in v] for k, v in g.state.slots.items()}, int(g.state.step))
                 for g in state.groups or ()
             ]
 
-    # What a phase begins with.
+    # The beginning of a phase.
 
     def step(self, phase: BoundPhase) -> Step:
-        """What happens with each batch of a phase."""
-        work, round = self.work, self.post.round
+        """Return the training step of a phase in this round."""
+        work, round = self.work, self.inputs.facts["round"]
         groups = tuple(
             [(names, o, o.lr_at(round, work.rounds)) for names, own in phase.groups for o in [own or work.optimizer]]
         )
@@ -150,9 +159,10 @@ class ClientRunner:
         return Step(self.bound, phase, self.arrangement, groups, work.augment, trained)
 
     def start(self, phase: BoundPhase) -> PhaseStart:
-        """Where the clients stand."""
+        """Return the state at the beginning of a phase."""
         stack, count, own = self.arrangement.stack, len(self.participants), self.inputs.own
         device = own["n"].device
+        # Copies: without them the clients would share one tensor, which steps change in place.
         carry: Memory = {
             t.owner: {k: stack([v.to(device)] * count, copy=True) for k, v in t.carry(self.bound.structure).items()}
             for t in phase.terms
@@ -169,23 +179,23 @@ class ClientRunner:
         return PhaseStart(leaves, carry, torch.zeros_like(own["n"]), moments or None, count)
 
     def schedule(self, phase: BoundPhase, shapes: Shapes) -> BatchSchedule:
-        """The batches of a phase."""
+        """Return the batches of a phase."""
         name = phase.phase.name
         if shapes == "narrow" and name in self.schedules:
             return self.schedules[name]
         bound, work, people = self.bound, self.work, self.participants
-        steps = [planned(bound, work, self.post.round, phase, p) for p in people]
+        steps = [planned(bound, work, self.inputs.facts["round"], phase, p) for p in people]
         return self.arrangement.schedule([p.site.train for p in people], steps, bound.structure.dtype, shapes)
 
     def vector(self, numbers: Sequence[float]) -> Tensor:
-        """One number for each client."""
+        """Return one number per client as a tensor on their device."""
         n: Tensor = self.inputs.own["n"]
         return transfer.to_device_async(torch.tensor(numbers, dtype=n.dtype), n.device).reshape(n.shape)
 
-    # Sweeps, judgements, predictions.
+    # Sweeps, judgements and predictions.
 
     def sweep(self, step: Sweep) -> Leaves:
-        """One pass over the training rows that adds up a statistic."""
+        """Add up a statistic over the training rows."""
         sums = self._added_up(step, sweep_value(self.bound, step), "train")
         if step.finish is None:
             return sums
@@ -194,7 +204,7 @@ class ClientRunner:
         return result
 
     def judge(self, step: Judge) -> None:
-        """The model on rows it was not trained on."""
+        """Evaluate the model on test or validation rows."""
         value = judge_value(self.bound, step)
         if self.bound.task.statistics is not None:
             self.judged[step.name] = (self._added_up(step, value, step.rows), {})
@@ -203,7 +213,7 @@ class ClientRunner:
 
     @torch.no_grad()
     def predict(self, x: Inputs) -> Tensor:
-        """Output of one client's own model for some inputs."""
+        """Return the output of one client's model."""
         first = x if isinstance(x, Tensor) else next(iter(x.values() if isinstance(x, dict) else x))
         batch = Batch(x, torch.zeros(first.shape[0], dtype=torch.long, device=first.device))
         return prediction(self.bound, self.leaves, self.inputs.seen(self.inputs.own), batch, route=True)
@@ -226,16 +236,16 @@ class ClientRunner:
         axis = 1 if self.arrangement.several else 0
         return {k: schedule.unpad(torch.cat([part[k] for part in outputs], axis)) for k in outputs[0]}
 
-    # What is sent.
+    # Messages and replies.
 
     def send(self, when: str) -> None:
-        """The upload stages, in order."""
+        """Apply the upload stages in order."""
         stages = [s for s in self.bound.method.upload if s.when == when]
         off = self.post.gate if self.post.off is None else self.post.off
 
         def fn(message: Message, memory: Memory, leaves: Leaves, own: dict[str, Any]) -> tuple[Message, Memory]:
             seen: Seen = self.inputs.seen(own, leaves)
-            gate = {n: v for n, v in seen.gate.items() if n in off}  # those absent are shared
+            gate = {n: v for n, v in seen.gate.items() if n in off}  # absent: shared
             seen = replace(seen, gate=gate, personal=self.post.off or ())
             memory = dict(memory)
             for stage in stages:
@@ -250,7 +260,7 @@ class ClientRunner:
         self.inputs = self.inputs.with_own(memory=memory)
 
     def replies(self) -> list[Reply]:
-        """One reply per client. Losses stay on the device: nothing here waits for it."""
+        """Return one reply per client. Losses stay on the device: the host does not wait."""
         split, people = self.arrangement.unstack, self.participants
         several = len(people) > 1
 
@@ -263,7 +273,7 @@ class ClientRunner:
             return each({k: split(v) for k, v in values.items()})
 
         def copies(values: Leaves) -> list[Leaves]:
-            # A view would keep the tensors of the whole wave alive for as long as one client's state is kept.
+            # A view would keep the whole wave in memory as long as one client's state exists.
             return each(dict(zip(values, tree.rows(list(values.values())), strict=True))) if several else views(values)
 
         leaves = copies({n: v for n, v in self.leaves.items() if self.bound.specs[n].kept})
@@ -292,7 +302,7 @@ class ClientRunner:
 
 
 def planned(bound: Bound, work: Work, round: int, phase: BoundPhase, person: Participant) -> batches.Steps:
-    """Row indices of each step of a phase, from the stream of this client, round and copy."""
+    """Return the row indices of each step, drawn from the stream of this client, round and copy."""
     stream = phase.phase.stream or phase.phase.copy
     return batches.plan(
         phase.phase,
@@ -306,7 +316,7 @@ def planned(bound: Bound, work: Work, round: int, phase: BoundPhase, person: Par
 
 
 def rows_of(person: Participant, rows: str) -> Rows:
-    """Training, validation or test rows of a client."""
+    """Return the training, validation or test rows of a client."""
     part: Rows | None = getattr(person.site, rows)
     assert part is not None, f"client {person.site.id} has no {rows} rows"
     return part

@@ -1,7 +1,13 @@
-"""One training step, written once: gradient of the objective, one step of each optimiser, projections, what follows.
+"""The training step: from a batch to new weights.
 
-A :class:`Step` says what happens with one batch. A :class:`StepState` is what that changes, all of it in place. A runner
-executes steps. The same code serves one client and a wave: only ``step.arrangement`` knows which.
+The path of a batch: :meth:`EagerRunner.run` takes it from the schedule, :meth:`Step.take` calls
+:meth:`Step.gradients` (the objective and its gradient), :meth:`Step.optimize` (new weights) and
+:meth:`Step.write` (projections). A :class:`StepState` contains everything that a step changes. The
+same code serves one client and a wave: only ``step.arrangement`` differs.
+
+Steps change the state in place, without exception: the first clients of a wave are views of the
+whole (:meth:`StepState.front`), and a tensor that replaces one of a front is lost to the whole.
+:meth:`Step.take` and :meth:`Step.gradients` read their arguments only, so that they can be traced.
 """
 
 from __future__ import annotations
@@ -13,7 +19,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from fedloom import rng, tree
 from fedloom.bound import Bound, BoundPhase
@@ -21,7 +26,8 @@ from fedloom.clients.arrangement import Arrangement, BatchSchedule, Shapes, Slot
 from fedloom.clients.inputs import ClientInputs
 from fedloom.data.augment import Augmentation, key_of
 from fedloom.errors import UserError
-from fedloom.optim import Optimizer, OptState
+from fedloom.optim import Optimizer, OptState, along_clients
+from fedloom.torch_internals import pytree
 from fedloom.types import EACH, Batch, Leaves, Memory, Seen
 from fedloom.view import View
 
@@ -31,28 +37,29 @@ Gradients = Callable[..., tuple[Tensor, list[Tensor | None] | None, Memory]]
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What happens with one batch of a phase.
+    """The step of a phase in a round: objective, optimisers and projections.
 
     Args:
         bound: the method with its network and task.
         phase: the trained leaves, the terms of the objective, repeats, projections.
-        arrangement: one client, or many.
-        groups: leaves, the optimiser that moves them, and its learning rate in this round.
-        augment: what changes a training batch before the forward pass.
+        arrangement: the layout: one client, or a wave.
+        groups: leaves, their optimiser, its learning rate in this round: a number, or in a wave
+            a tensor with one rate per client.
+        augment: changes a training batch before the forward pass.
         trained: the trained leaves by their names within the copy.
     """
 
     bound: Bound
     phase: BoundPhase
     arrangement: Arrangement
-    groups: tuple[tuple[tuple[str, ...], Optimizer, float], ...]
+    groups: tuple[tuple[tuple[str, ...], Optimizer, float | Tensor], ...]
     augment: Augmentation | None = None
     trained: tuple[str, ...] = ()
 
     def value(
         self, leaves: Leaves, seen: Seen, batch: Batch, carry: Memory, number: Tensor | int
     ) -> tuple[Tensor, Memory]:
-        """The objective of one client on one batch: the sum of the phase's terms."""
+        """Return the objective of one client, the sum of the terms, and new carried values."""
         phase, bound = self.phase.phase, self.bound
         if self.augment is not None:
             batch = augmented(self.augment, batch, bound, key_of(seen.noise, number))
@@ -76,8 +83,11 @@ class Step:
             if term.carry is None:
                 value = term.fn(view, batch, seen)
             else:
-                value, moved = term.fn(view, batch, seen, carry[term.owner])
-                carry[term.owner] = {k: v.detach() for k, v in moved.items()}
+                before = carry[term.owner]
+                value, after = term.fn(view, batch, seen, before)
+                # In the order of `before`: the term may return its keys in another order, and steps
+                # copy the values one by one. The copies have the type of the initial values.
+                carry[term.owner] = {k: after[k].detach() for k in before}
             total = value if total is None else total + value
         assert total is not None, f"phase {phase.name!r} has no term"
         return total, carry
@@ -85,7 +95,11 @@ class Step:
     def gradients(
         self, leaves: Leaves, inputs: ClientInputs, batch: Batch, carry: Memory, number: Tensor
     ) -> tuple[Tensor, list[Tensor | None] | None, Memory]:
-        """Each client's objective and its gradient: None for a leaf that it does not reach, None if it reaches no leaf."""
+        """Return each client's objective, its gradient and the new carried values.
+
+        The gradient is None for a leaf that the objective does not reach. Instead of the list it is
+        None if the objective reaches no leaf.
+        """
 
         def value(leaves: Leaves, own: Any, packed: Any, carry: Memory, number: Tensor) -> tuple[Tensor, Memory]:
             return self.value(leaves, inputs.seen(own), Batch.unpacked(packed), carry, number)
@@ -95,7 +109,7 @@ class Step:
         losses, carry = self.arrangement.map(value)(leaves, inputs.own, batch.packed(), carry, number)
         if not losses.requires_grad:
             return losses, None, carry
-        # Clients do not see each other's leaves, so the gradient of the sum is that of each.
+        # A client's loss depends on its own leaves only: the gradient of the sum is that of each.
         grads = torch.autograd.grad(losses.sum(), params, allow_unused=True)
         return losses.detach(), list(grads), carry
 
@@ -107,20 +121,21 @@ class Step:
         active: Tensor | None = None,
         gradients: Gradients | None = None,
     ) -> Tensor:
-        """THE step: all that happens with one batch. Returns the clients' losses.
+        """Make one step and return the clients' losses. This is the only step in the package.
 
         Args:
             state: what the step changes.
             inputs: what client code reads.
             batch: the rows.
-            active: which clients of a wave move; None for all.
+            active: which clients of a wave the step changes; None for all.
             gradients: another form of :meth:`gradients`, such as a trace of it.
         """
         phase, number = self.phase.phase, self.noise_number(inputs, state.number)
         for _ in range(phase.repeat):
             losses, grads, carry = (gradients or self.gradients)(state.leaves, inputs, batch, state.carry, number)
+            # Not masked by `active`: a client that does not move reads its carried values no more.
             if carry:
-                tree.overwrite(*_pairs(state.carry, carry))
+                tree.overwrite(pytree.tree_leaves(state.carry), pytree.tree_leaves(carry))
             if grads is not None:
                 self.optimize(state, inputs, grads, active)
             if phase.project is not None:
@@ -134,7 +149,7 @@ class Step:
     def optimize(
         self, state: StepState, inputs: ClientInputs, grads: Sequence[Tensor | None], active: Tensor | None
     ) -> None:
-        """One step of each optimiser. A leaf that the objective never reached stays, as in ``torch.optim``."""
+        """Make one step of each optimiser. Leaves that the objective does not reach stay."""
         gradient = dict(zip(self.phase.trained, grads, strict=True))
         if state.groups is None:
             state.start_optimizers(self, {n for n, g in gradient.items() if g is not None})
@@ -148,30 +163,30 @@ class Step:
             ]
             group.optimizer.step_(params, gradients, group.state, group.rate, active, batched=self.arrangement.several)
         for name, trains in others.items():
-            mine = state.leaves[name]
-            mine.copy_(torch.where(_along(trains, mine), mine, before[name]))
+            leaf = state.leaves[name]
+            leaf.copy_(torch.where(along_clients(trains, leaf), leaf, before[name]))
 
     def write(
         self, fn: Callable[[Leaves, Seen], Leaves], state: StepState, inputs: ClientInputs, active: Tensor | None
     ) -> None:
-        """Writes a pure function of the leaves back into them, for the clients that move."""
+        """Write the values of a function of the leaves into the leaves of the active clients."""
         with torch.no_grad():
             changed = self.arrangement.map(lambda leaves, own: fn(leaves, inputs.seen(own)))(state.leaves, inputs.own)
             for name, value in changed.items():
-                mine = state.writable(name)
-                mine.copy_(value if active is None else torch.where(_along(active, value), value, mine))
+                leaf = state.writable(name)
+                leaf.copy_(value if active is None else torch.where(along_clients(active, value), value, leaf))
 
     def noise_number(self, inputs: ClientInputs, number: int | Tensor) -> Tensor:
-        """The number of the step as a tensor, where noise is drawn from it; else any tensor of that shape."""
+        """Return the step number as a tensor if noise needs it; else any such tensor."""
         noise: Tensor = inputs.own["noise"]
         if not self.bound.network.noisy and self.augment is None:
             return noise
         return torch.zeros_like(noise) + number
 
     def leaves_of_other_keys(self, inputs: ClientInputs) -> Leaves:
-        """Leaves that only clients with a certain static key train, and which clients of the wave those are.
+        """Return the leaves of one static key, and which clients of the wave have that key.
 
-        Their gradient is zero at the other clients, but weight decay would still move them there.
+        Their gradient is zero at the other clients, but weight decay would change them there.
         """
         if inputs.facts["key"] != EACH or not any(optimizer.weight_decay for _, optimizer, _ in self.groups):
             return {}
@@ -184,7 +199,10 @@ class Step:
 
 @dataclass(slots=True)
 class OptimizerGroup:
-    """The leaves that one optimiser moves, its rate and its moments. The rate is a tensor in a step that is captured."""
+    """The leaves of one optimiser, its rate and its moments.
+
+    The rate is a tensor if steps are captured or compiled, or if each client has its own.
+    """
 
     names: tuple[str, ...]
     optimizer: Optimizer
@@ -194,18 +212,23 @@ class OptimizerGroup:
 
 @dataclass(slots=True)
 class StepState:
-    """What the steps of a phase change, in place. In a wave axis 0 of every tensor is the client.
+    """Everything that the steps of a phase change, in place. In a wave axis 0 is the client.
+
+    A new field must be added to :meth:`front`, and to the lists of what compiled and captured steps
+    change.
 
     Args:
-        leaves: all leaves; only those that are ``written`` are in memory that steps may change.
-        written: names of those.
-        carry: what terms carry from step to step, by owner.
+        leaves: all leaves; only those in ``written`` have memory that steps may change.
+        written: names of these leaves. A front and its whole share this set.
+        carry: values that terms carry from step to step, by owner.
         total: the sum of the losses.
-        number: steps made; a tensor in a step that is captured.
-        groups: the optimisers; None until the first gradient has shown which leaves the objective reaches.
-        moments: of an earlier round, where a run keeps them: by group.
-        clients: how many there are.
-        whole: the state of the whole wave, of whose tensors this one's are views; None if it is that state.
+        number: number of steps so far; a tensor if steps are captured or compiled. The number of a
+            whole is out of date while a front of it makes the steps.
+        groups: the optimisers; None before the first gradient, which shows the leaves that the
+            objective reaches.
+        moments: optimiser states of an earlier round, by group, if the run keeps them.
+        clients: number of clients.
+        whole: the state of the whole wave, if this one is a view of it; else None.
     """
 
     leaves: Leaves
@@ -219,33 +242,36 @@ class StepState:
     whole: StepState | None = None
 
     def start_optimizers(self, step: Step, reached: set[str]) -> None:
-        """Makes the optimisers of the leaves that the objective reaches."""
+        """Create the optimisers of the leaves that the objective reaches."""
         self.groups = []
         for i, (names, optimizer, rate) in enumerate(step.groups):
-            own = tuple(n for n in names if n in reached)
-            fresh = optimizer.init([self.leaves[n] for n in own]) if self.moments is None else self.moments[i]
-            self.groups.append(OptimizerGroup(own, optimizer, rate, fresh))
+            trained = tuple(n for n in names if n in reached)
+            state = optimizer.init([self.leaves[n] for n in trained]) if self.moments is None else self.moments[i]
+            self.groups.append(OptimizerGroup(trained, optimizer, _front(rate, self.clients), state))
 
     def writable(self, name: str) -> Tensor:
-        """A leaf in memory that steps may change; it is copied when it is first written."""
+        """Return a leaf in memory that steps may change. Copy it at the first call."""
         if name not in self.written:
             whole = self.whole or self
-            mine = whole.leaves[name].clone()
-            # A new dictionary: what was prepared for the old one is recognised as out of date.
-            whole.leaves = {**whole.leaves, name: mine}
+            leaf = whole.leaves[name].clone()
+            # A new dictionary: TracedGradients recognises by it that its arguments are out of date.
+            whole.leaves = {**whole.leaves, name: leaf}
             if self.whole is not None:
-                self.leaves = {**self.leaves, name: mine[: self.clients]}
+                self.leaves = {**self.leaves, name: leaf[: self.clients]}
             self.written.add(name)
         return self.leaves[name]
 
     def front(self, clients: int) -> StepState:
-        """The state of the first clients, which is part of this one: what changes there changes here."""
+        """Return the state of the first clients, as views: its steps change this state too."""
 
         def first(value: Tensor) -> Tensor:
             return value[:clients]
 
         groups = self.groups and [
-            replace(g, state=OptState(pytree.tree_map(first, g.state.slots), g.state.step)) for g in self.groups
+            replace(
+                g, rate=_front(g.rate, clients), state=OptState(pytree.tree_map(first, g.state.slots), g.state.step)
+            )
+            for g in self.groups
         ]
         return replace(
             self,
@@ -260,7 +286,7 @@ class StepState:
 
 @dataclass(frozen=True, slots=True)
 class PhaseStart:
-    """Where the clients stand when a phase begins: runners copy from it what steps change."""
+    """The values at the beginning of a phase. Runners copy those that steps change."""
 
     leaves: Leaves
     carry: Memory
@@ -269,33 +295,37 @@ class PhaseStart:
     clients: int
 
     def state(self, step: Step) -> StepState:
-        """A state of its own: trained leaves, and the buffers of the phase's copy of the model, are copied."""
+        """Return a state with copies of trained leaves and of buffers of the phase's copy."""
         leaves, trained = dict(self.leaves), step.phase.trained
         buffers = [s.name for s in step.bound.specs.values() if s.copy == step.phase.phase.copy and s.buffer]
         leaves |= {n: leaves[n].clone() for n in buffers}
         leaves |= dict(zip(trained, tree.copies([leaves[n] for n in trained]), strict=True))
         carry = {owner: dict(values) for owner, values in self.carry.items()}
-        # Copied: what is kept must not move while the model is adapted for evaluation, or if the reply is rejected.
+        # Copied: an evaluation that adapts the model, or a rejected reply, must not change them.
         moments = copy.deepcopy(self.moments)
         return StepState(leaves, {*trained, *buffers}, carry, self.total, moments=moments, clients=self.clients)
 
 
 class StepRunner(Protocol):
-    """Executes the steps of one phase."""
+    """Executes the steps of one phase.
+
+    Runners do not inherit from each other. The schedule is a read-only property here, so that a
+    runner may declare a narrower type.
+    """
 
     @property
     def schedule(self) -> BatchSchedule:
-        """Where its batches come from."""
+        """The source of its batches."""
 
     def run(self, slot: Slot) -> Tensor | None:
-        """Makes one step; returns the clients' losses where it has them at hand."""
+        """Make one step. Return the clients' losses, or None if they are not at hand."""
 
     def finish(self) -> StepState:
-        """The state of all clients after the last step."""
+        """Return the state of all clients after the last step."""
 
 
 class EagerRunner:
-    """Makes each step as it is: one client's, or a wave's with ``vmap``. The definition of right for the other runners."""
+    """Calls :meth:`Step.take` for each step. The reference for the other runners."""
 
     def __init__(
         self,
@@ -309,28 +339,28 @@ class EagerRunner:
         self.state = self.whole = start.state(step)
 
     def run(self, slot: Slot) -> Tensor:
-        """One step; a wave goes on with its first clients where the others have no rows left."""
+        """Make one step, in a wave with the first clients only if the others have no rows left."""
         if slot.clients < self.state.clients:
             self.state, self.inputs = self.state.front(slot.clients), self.inputs.front(slot.clients)
         return self.step.take(self.state, self.inputs, self.schedule.batch(slot), slot.active, self.gradients)
 
     def finish(self) -> StepState:
-        """The state of the whole wave, of which narrower ones were views."""
+        """Return the state of the whole wave. States of its first clients were views of it."""
         return self.whole
 
 
 ScheduleOf = Callable[[Shapes], BatchSchedule]
 StartSteps = Callable[[Step, PhaseStart, ClientInputs, ScheduleOf], StepRunner]
-"""Chooses a runner for a phase, and says what shapes its steps may have."""
+"""Returns a runner for a phase; asks for a schedule of certain shapes."""
 
 
 def start_eager(step: Step, start: PhaseStart, inputs: ClientInputs, schedule: ScheduleOf) -> StepRunner:
-    """The plain runner. A phase that stops by itself keeps all clients in every step."""
+    """Return the eager runner. A phase with ``until`` keeps all clients in every step."""
     return EagerRunner(step, start, inputs, schedule("narrow" if step.phase.phase.until is None else "all"))
 
 
 def augmented(augment: Augmentation, batch: Batch, bound: Bound, key: Tensor) -> Batch:
-    """A training batch as the run's augmentation changes it: inputs are scaled first, as the network would."""
+    """Augment a training batch. The inputs are scaled first, as the network would scale them."""
     x = bound.network.prepared(batch.x)
     if not isinstance(x, Tensor):
         raise UserError("augment: the model has several inputs; expected one tensor of pictures")
@@ -340,11 +370,6 @@ def augmented(augment: Augmentation, batch: Batch, bound: Bound, key: Tensor) ->
     return Batch(x, y, batch.mask, pair)
 
 
-def _pairs(to: Memory, source: Memory) -> tuple[list[Tensor], list[Tensor]]:
-    names = [(owner, k) for owner, values in to.items() for k in values]
-    return [to[owner][k] for owner, k in names], [source[owner][k] for owner, k in names]
-
-
-def _along(values: Tensor, like: Tensor) -> Tensor:
-    """One value per client, shaped so that it multiplies a stacked tensor."""
-    return values.reshape(-1, *[1] * (like.dim() - 1))
+def _front(rate: float | Tensor, clients: int) -> float | Tensor:
+    """Return the rates of the first clients, if each client has its own."""
+    return rate[:clients] if isinstance(rate, Tensor) and rate.dim() else rate

@@ -1,4 +1,4 @@
-"""A phase that clients leave by themselves (``Phase.until``)."""
+"""Phases that end for each client by a rule (``Phase.until``)."""
 
 from __future__ import annotations
 
@@ -13,11 +13,20 @@ from fedloom.clients.inputs import ClientInputs
 from fedloom.types import Seen
 
 HISTORY = 10
-"""How many past losses a phase's ``until`` sees."""
+"""Number of past losses that ``until`` reads."""
 
 
 class StopRule:
-    """Which clients go on. Who has stopped never moves again, and of a wave its rows are masked."""
+    """Applies ``until`` before each step. A client that has stopped does not start again.
+
+    In a wave all clients stay in every step: the history has one row per client. The rows of
+    stopped clients are masked, because their losses may otherwise become NaN or infinite.
+
+    Args:
+        until: ``(seen, losses, steps) -> bool tensor``: whether a client continues.
+        inputs: what ``until`` reads.
+        arrangement: the layout of the clients.
+    """
 
     def __init__(self, until: Callable[[Seen, Tensor, Tensor], Tensor], inputs: ClientInputs, arrangement: Arrangement):
         self.until, self.inputs, self.several = until, inputs, arrangement.several
@@ -28,7 +37,7 @@ class StopRule:
         self.step_count, self.moved = 0, torch.zeros_like(n)
 
     def next(self, slot: Slot) -> Slot | None:
-        """The slot for the clients that go on; None if none does."""
+        """Return the slot for the clients that continue; None if no client continues."""
         step = torch.full_like(self.n, float(self.step_count))
         decide = self.map(lambda own, losses, step: self.until(self.inputs.seen(own), losses, step))
         now: Tensor = decide(self.inputs.own, self.history, step)
@@ -41,20 +50,20 @@ class StopRule:
         return replace(slot, active=active, hide=True)
 
     def may_stop(self) -> bool:
-        """Whether to look if all clients have stopped; on CUDA that waits for the device, hence not at every step."""
+        """Return whether to check if all clients have stopped, which waits for the device."""
         return not self.n.is_cuda or self.step_count % 16 == 0
 
     def record(self, losses: Tensor | None, active: Tensor | None) -> None:
-        """Keeps account of a step."""
-        assert losses is not None, "a runner of phases that stop by themselves returns the losses"
+        """Record the losses and the clients of a step."""
+        assert losses is not None, "runners of phases with `until` return the losses"
         self.history = torch.cat([self.history[..., 1:], losses[..., None].to(self.history.dtype)], -1)
         self.moved += 1 if active is None else active.to(self.n.dtype)
         self.step_count += 1
 
     def steps(self) -> Tensor:
-        """Steps made by each client."""
+        """Return the number of steps of each client."""
         return self.moved
 
     def counts(self, clients: int) -> list[int] | None:
-        """The same as numbers, where they are known without waiting for the device."""
+        """Return the numbers of steps on the host; None if the device would have to be read."""
         return None if self.several else [self.step_count] * clients

@@ -1,4 +1,4 @@
-"""One pass over rows that adds up a statistic, for one client and for a wave."""
+"""Sweeps: one pass over rows that adds up a statistic, for one client or a wave."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from fedloom import tree
 from fedloom.batches import sweep_rows
@@ -16,6 +15,7 @@ from fedloom.clients.arrangement import Arrangement, BatchSchedule
 from fedloom.clients.inputs import ClientInputs
 from fedloom.data import Rows
 from fedloom.slots import Judge, Sweep
+from fedloom.torch_internals import pytree
 from fedloom.types import Batch, Leaves, Seen
 from fedloom.view import View
 from fedloom.work import Work
@@ -25,7 +25,7 @@ Value = Callable[[Leaves, Seen, Batch], Leaves]
 
 @dataclass(frozen=True, slots=True)
 class Statistic:
-    """What a sweep or a judgement adds up: a function of one client's batch."""
+    """The function of one client's batch that a sweep or a judgement adds up."""
 
     step: Sweep | Judge
     bound: Bound
@@ -33,7 +33,14 @@ class Statistic:
     value: Value
 
     def of(self, leaves: Leaves, inputs: ClientInputs, batch: Batch, common: Leaves) -> Leaves:
-        """The statistic of each client's batch. ``common`` leaves are the same for all clients and have no client axis."""
+        """Compute the statistic of each client's batch.
+
+        Args:
+            leaves: the leaves of the clients.
+            inputs: what client code reads.
+            batch: the rows.
+            common: leaves that are equal for all clients, without a client axis.
+        """
         own = {n: v for n, v in leaves.items() if n not in common}
         mapped = self.arrangement.map(
             lambda own, private, packed: self.value({**common, **own}, inputs.seen(private), Batch.unpacked(packed))
@@ -43,11 +50,11 @@ class Statistic:
 
 
 Accumulate = Callable[[Statistic, Leaves, ClientInputs, BatchSchedule], Leaves]
-"""Adds a statistic up over the batches of a schedule."""
+"""Adds up a statistic over the batches of a schedule: :func:`add_up`, or a captured form of it."""
 
 
 def add_up(statistic: Statistic, leaves: Leaves, inputs: ClientInputs, schedule: BatchSchedule) -> Leaves:
-    """The sums over all batches. Later batches of a wave may hold its first clients only."""
+    """Return the sums over all batches. Later ones may contain the first clients only."""
     sums: Leaves | None = None
     common = common_leaves(statistic, leaves)
     clients = None
@@ -59,7 +66,7 @@ def add_up(statistic: Statistic, leaves: Leaves, inputs: ClientInputs, schedule:
             part = statistic.of(leaves, inputs, schedule.batch(slot), common)
         except torch.OutOfMemoryError:
             raise
-        except RuntimeError:  # ``vmap`` lets nobody write what one client has into a tensor that all share
+        except RuntimeError:  # ``vmap`` refuses writes of one client into a shared tensor
             if not common:
                 raise
             common = {}
@@ -75,10 +82,10 @@ def add_up(statistic: Statistic, leaves: Leaves, inputs: ClientInputs, schedule:
 
 
 def common_leaves(statistic: Statistic, leaves: Leaves) -> Leaves:
-    """The parameters that all clients of a wave have in common, each as one tensor.
+    """Return the parameters that are equal for all clients of a wave, without a client axis.
 
-    Layers with these are computed for the rows of all clients at once. Buffers are not among them: a layer may change
-    them in place, for each client in its own way.
+    A layer with such parameters is computed once for the rows of all clients. Buffers are not
+    among them: a layer may change them in place, differently for each client.
     """
     specs = statistic.bound.specs
     if not statistic.arrangement.several:
@@ -87,7 +94,7 @@ def common_leaves(statistic: Statistic, leaves: Leaves) -> Leaves:
 
 
 def sweep_value(bound: Bound, step: Sweep) -> Value:
-    """The function that a sweep adds up."""
+    """Return the function that a sweep adds up."""
     taps = {step.name: bound.taps(step.taps)}
 
     def value(leaves: Leaves, seen: Seen, batch: Batch) -> Leaves:
@@ -95,7 +102,7 @@ def sweep_value(bound: Bound, step: Sweep) -> Value:
             leaves = {**leaves, **seen.received}
         elif callable(step.at):
             leaves = {**leaves, **step.at(leaves, seen)}
-        if step.train:  # layers move running statistics in place, which may be everybody's: a sweep changes nothing
+        if step.train:  # layers change running statistics in place, which clients may share
             leaves = {n: v.clone() if bound.specs[n].buffer else v for n, v in leaves.items()}
         view = View(bound, leaves, batch, seen, copy=step.copy, train=step.train, taps=taps)
         return step.fn(view, batch, seen)
@@ -104,7 +111,7 @@ def sweep_value(bound: Bound, step: Sweep) -> Value:
 
 
 def prediction(bound: Bound, leaves: Leaves, seen: Seen, batch: Batch, *, route: bool) -> Tensor:
-    """One client's output for a batch, by the method's own route or the model's plain one."""
+    """Return one client's output, by the method's own route or by the model's forward pass."""
     rule = bound.method.evaluate
     predict = rule.predict if route else None
     taps = {} if predict is None else {"predict": bound.taps(rule.taps)}
@@ -113,7 +120,7 @@ def prediction(bound: Bound, leaves: Leaves, seen: Seen, batch: Batch, *, route:
 
 
 def judge_value(bound: Bound, step: Judge) -> Value:
-    """The function that a judgement adds up, or whose values it keeps where the task has no statistics."""
+    """Return the function that a judgement adds up, or stores if the task has no statistics."""
     task = bound.task
 
     def value(leaves: Leaves, seen: Seen, batch: Batch) -> Leaves:
@@ -124,7 +131,7 @@ def judge_value(bound: Bound, step: Judge) -> Value:
 
 
 def sweep_size(work: Work, step: Sweep | Judge, rows: Rows) -> int | str:
-    """Rows of a batch of a sweep over some rows."""
+    """Return the number of rows of a batch of a sweep."""
     size = step.batch_size if isinstance(step, Sweep) else None
     if size is None:
         parts = [rows.x] if isinstance(rows.x, Tensor) else pytree.tree_leaves(rows.x)

@@ -1,4 +1,4 @@
-"""What the round loop asks of an engine."""
+"""The interface between the round loop and the engines."""
 
 from __future__ import annotations
 
@@ -34,22 +34,33 @@ class Problem(Protocol):
 
 
 class Engine(Protocol):
-    """Runs a program for a cohort. Whatever the engine, the replies are the loop engine's."""
+    """Interface of the engines. All engines return the loop engine's replies, up to rounding."""
 
     name: str
 
     def run_cohort(
         self, bound: Bound, work: Work, program: Program, post: Post, participants: Sequence[Participant]
     ) -> list[Reply]:
-        """One reply per participant, in the order given."""
+        """Run a program for every client of a cohort.
+
+        Args:
+            bound: the method, bound to the model.
+            work: the options of the clients, equal for all.
+            program: the steps, for example ``schedule.round``.
+            post: the server's message to all clients.
+            participants: the clients, each with its rows, state and private message.
+
+        Returns:
+            One reply per client, in order.
+        """
 
     def prefetch(self, bound: Bound, work: Work, round: int, participants: Callable[[], Sequence[Participant]]) -> None:
-        """A hint, given while the device may still run a round: the clients of the next one. Changes no number.
+        """Prepare the next round while the device may still run this one. Results do not change.
 
         Args:
             bound: the method of the next round.
-            work: how clients work.
-            round: the next round.
-            participants: draws its clients, without what they keep: call it only where there is something to prepare.
+            work: the options of the clients.
+            round: the number of the next round.
+            participants: draws its clients, without their states. Call it only if it is needed.
         """
         return None

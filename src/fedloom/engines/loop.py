@@ -1,4 +1,4 @@
-"""The loop engine: one client after another. It is slow, plain, and the definition of right."""
+"""The loop engine: runs clients one after another. It is the reference for the other engines."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from fedloom.work import Participant, Post, Reply, Work
 
 
 class LoopEngine(Engine):
-    """A ``for`` statement.
+    """Runs a :class:`ClientRunner` for each client in turn.
 
     Args:
-        single: whether to compute with one thread, as worker processes do.
+        single: whether to compute with one thread. Worker processes do.
     """
 
     name = "loop"
@@ -29,7 +29,7 @@ class LoopEngine(Engine):
     def run_cohort(
         self, bound: Bound, work: Work, program: Program, post: Post, participants: Sequence[Participant]
     ) -> list[Reply]:
-        """One client after another."""
+        """Run a program for each client and return one reply per client, in order."""
         before = torch.get_num_threads()
         if self.single and before != 1:
             torch.set_num_threads(1)
@@ -45,5 +45,5 @@ class LoopEngine(Engine):
                 torch.set_num_threads(before)
 
     def facts(self) -> dict[str, Any]:
-        """What was resolved."""
+        """Return the facts for the run's record."""
         return {"engine": self.name, "workers": 0, "events": []}

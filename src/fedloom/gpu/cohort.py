@@ -19,7 +19,8 @@ from fedloom.frames import Frame
 from fedloom.gpu.geometry import Geometry, Pair, sides, steps_of
 from fedloom.numerics import tf32
 from fedloom.ops.dispatch import INTERPRETED
-from fedloom.ops.mapped import clients_at, is_batched
+from fedloom.ops.mapped import clients_at
+from fedloom.torch_internals import is_batched
 
 PATCH_BYTES = 32 << 20
 """Most bytes of one client's patches; measured on an H200, larger ones are faster with cuDNN."""

@@ -10,7 +10,7 @@ from fedloom.optim import Optimizer, OptState, Tensors
 
 def moved(optimizer: Optimizer, params: Tensors, grads: Tensors, state: OptState, lr: float | Tensor) -> Tensors | None:
     """:func:`fedloom.optim.moved` for float32, with a rate that is a tensor."""
-    if not isinstance(lr, Tensor) or not lr.is_cuda or {p.dtype for p in params} != {torch.float32}:
+    if not isinstance(lr, Tensor) or lr.dim() or not lr.is_cuda or {p.dtype for p in params} != {torch.float32}:
         return None
     state.step += 1  # in place where it is a tensor, as in a captured step
     fused(optimizer, params, grads, state, lr)

@@ -3,8 +3,9 @@
 from fedloom.ops.dispatch import operator
 from fedloom.ops.features import channel_summary, pooled
 from fedloom.ops.losses import cross_entropies
-from fedloom.ops.mapped import in_autocast_type, is_batched
+from fedloom.ops.mapped import in_autocast_type
 from fedloom.ops.products import linear, squared_length
+from fedloom.torch_internals import is_batched
 
 __all__ = [
     "channel_summary",

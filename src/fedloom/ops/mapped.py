@@ -7,10 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-
-def is_batched(x: Tensor) -> bool:
-    """Whether a tensor is one client's inside ``vmap``."""
-    return bool(torch._C._functorch.is_batchedtensor(x))
+from fedloom.torch_internals import is_batched
 
 
 def autocast_type(x: Tensor) -> torch.dtype | None:

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from fedloom.ops.dispatch import operator
-from fedloom.ops.mapped import autocast_type, clients_at, is_batched
+from fedloom.ops.mapped import autocast_type, clients_at
 from fedloom.ops.products import crossed, product, turned
+from fedloom.torch_internals import is_batched, is_wrapped, unwrapped
 
 Kind = Literal["lstm", "gru", "tanh", "relu"]
 SQUASHED: dict[str, Callable[[Tensor], Tensor]] = {"tanh": torch.tanh, "relu": torch.relu}
@@ -23,11 +24,8 @@ SQUASHED: dict[str, Callable[[Tensor], Tensor]] = {"tanh": torch.tanh, "relu": t
 
 def serves(*tensors: Tensor | None) -> bool:
     """Whether these tensors belong to one ``vmap``, with nothing else around it, and at least one of them to its clients."""
-    functorch = torch._C._functorch
-    found = [t for t in tensors if t is not None and functorch.is_functorch_wrapped_tensor(t)]
-    return bool(found) and all(
-        is_batched(t) and not functorch.is_functorch_wrapped_tensor(functorch.get_unwrapped(t)) for t in found
-    )
+    wrapped = [t for t in tensors if t is not None and is_wrapped(t)]
+    return bool(wrapped) and all(is_batched(t) and not is_wrapped(unwrapped(t)) for t in wrapped)
 
 
 def equations(kind: Kind, x: Tensor, hidden: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:

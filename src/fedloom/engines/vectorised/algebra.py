@@ -1,4 +1,4 @@
-"""Rewrites of a traced graph for the CPU that leave its values as they are, up to rounding."""
+"""Rewrites of traced graphs for the CPU. Values stay equal up to rounding."""
 
 from __future__ import annotations
 
@@ -9,22 +9,23 @@ import torch
 from torch import Tensor, fx
 
 from fedloom import transfer
+from fedloom.torch_internals import is_write
 
 aten = torch.ops.aten
 
 
 def simplify(graph: fx.GraphModule) -> None:
-    """Turns weight gradients the right way round and takes powers of the step number once, not for each element.
+    """Compute weight gradients without transposes, and powers of the step number once.
 
-    ``(P Q)^T = Q^T P^T``: under ``vmap`` the gradient of a linear layer's weight is the transpose of a product, which the
-    optimiser would read across its rows. ``b^t = exp(t log b)``: the compiler repeats a power of one number in every loop
-    that reads it, an exponential it keeps.
+    ``(P Q)^T = Q^T P^T``: under ``vmap`` the gradient of a linear layer's weight is a transpose
+    of a product, which the optimiser would read column by column. ``b^t = exp(t log b)``: the compiler
+    repeats the power of a number in every loop that reads it, but stores an exponential.
     """
     for node in list(graph.graph.nodes):
         if not _on_cpu(node):
             continue
-        if _swaps(node):
-            _turned(graph.graph, node)
+        if _is_transpose(node):
+            _untranspose(graph.graph, node)
         elif node.target is aten.pow.Scalar and node.args[0] > 0 and _value(node).dim() == 0:
             with graph.graph.inserting_before(node):
                 inner = _call(graph.graph, aten.mul.Tensor, (node.args[1], math.log(node.args[0])), node)
@@ -33,42 +34,36 @@ def simplify(graph: fx.GraphModule) -> None:
     graph.recompile()
 
 
-def is_write(node: fx.Node) -> bool:
-    """Whether an operation changes one of its arguments."""
-    schema = getattr(node.target, "_schema", None)
-    return schema is not None and schema.is_mutable
-
-
-def _turned(graph: fx.Graph, node: fx.Node) -> None:
-    """Replaces the transpose of a transpose, or of a product that nothing else reads."""
+def _untranspose(graph: fx.Graph, node: fx.Node) -> None:
+    """Replace the transpose of a transpose, or of a product that nothing else reads."""
     source: Any = node.args[0]
-    if _swaps(source):
+    if _is_transpose(source):
         node.replace_all_uses_with(source.args[0])
     elif source.target is aten.bmm.default and len(source.users) == 1:
         with graph.inserting_before(node):
             right, left = (_transposed(graph, part) for part in source.args)
-            made = _call(graph, aten.bmm.default, (left, right), node)
-        node.replace_all_uses_with(made)
+            product = _call(graph, aten.bmm.default, (left, right), node)
+        node.replace_all_uses_with(product)
 
 
 def _transposed(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    if _swaps(node):
+    if _is_transpose(node):
         source: Any = node.args[0]
         assert isinstance(source, fx.Node)
         return source
-    made = graph.call_function(aten.transpose.int, (node, 1, 2))
-    made.meta["val"] = _value(node).transpose(1, 2)
-    return made
+    turned = graph.call_function(aten.transpose.int, (node, 1, 2))
+    turned.meta["val"] = _value(node).transpose(1, 2)
+    return turned
 
 
 def _call(graph: fx.Graph, target: Any, args: tuple[Any, ...], like: fx.Node) -> fx.Node:
-    made = graph.call_function(target, args)
-    made.meta["val"] = _value(like)
-    return made
+    node = graph.call_function(target, args)
+    node.meta["val"] = _value(like)
+    return node
 
 
-def _swaps(node: fx.Node) -> bool:
-    """Whether a node exchanges the last two axes of a stack of matrices."""
+def _is_transpose(node: fx.Node) -> bool:
+    """Return whether a node transposes a stack of matrices."""
     if node.target is not aten.transpose.int or not isinstance(node.meta.get("val"), Tensor):
         return False
     axes: Any = node.args[1:3]

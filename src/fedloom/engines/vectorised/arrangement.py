@@ -1,4 +1,4 @@
-"""Many clients side by side along axis 0; shorter ones are padded and masked."""
+"""The arrangement of a wave: clients stacked along axis 0, short batches padded and masked."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fedloom.types import Leaves
 
 
 def over_clients(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """``fn`` for tensors with a leading client axis: the one place where ``vmap`` is called."""
+    """Map a function over the client axis. This is the only call of ``vmap`` in the package."""
     mapped = torch.vmap(fn, randomness="different")
 
     def call(*args: Any) -> Any:
@@ -29,11 +29,11 @@ def over_clients(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class ManyClients:
-    """Every tensor has a leading client axis.
+    """The arrangement of a wave: axis 0 of every tensor is the client.
 
     Args:
         cache: joined rows of earlier waves.
-        grain: rows to a multiple of which padded batches of sweeps are widened.
+        grain: padded batches of sweeps are widened to a multiple of this number of rows.
     """
 
     several = True
@@ -42,7 +42,7 @@ class ManyClients:
         self.cache, self.grain = cache, grain
 
     def stack(self, values: Sequence[Tensor], *, copy: bool = False) -> Tensor:
-        """Stacks the clients' values; one value that all share is expanded, not copied, unless each is to have its own."""
+        """Stack the values. If all are one tensor, expand it; with ``copy``, copy it."""
         first = values[0]
         if any(v is not first for v in values):
             return torch.stack(list(values))
@@ -50,23 +50,23 @@ class ManyClients:
         return expanded.clone(memory_format=torch.contiguous_format) if copy else expanded
 
     def unstack(self, value: Tensor) -> Sequence[Tensor]:
-        """The clients' values, as views."""
+        """Return the rows of a tensor, as views."""
         return value.unbind(0)
 
     def map(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """Maps a function of one client's tensors over the client axis; every client draws noise of its own."""
+        """Map a function over the client axis. Each client draws different noise."""
         return over_clients(fn)
 
     def to_memory_format(self, network: Network, leaves: Leaves) -> Leaves:
-        """Leaves as they are."""
+        """Return the leaves."""
         return dict(leaves)
 
     def schedule(
         self, parts: Sequence[Rows], steps: Sequence[Steps], dtype: torch.dtype, shapes: Shapes
     ) -> BatchSchedule:
-        """Indices, masks and shapes of all steps, computed at once."""
+        """Compute the indices, masks and shapes of all steps."""
         return training_schedule(self.cache.of(parts), steps, dtype, shapes)
 
     def sweep(self, parts: Sequence[Rows], size: int | str, dtype: torch.dtype, *, narrow: bool) -> BatchSchedule:
-        """All rows in order; a client that has run out holds padding only, or is left out."""
+        """Return all rows in order. Clients without further rows are padded or left out."""
         return sweep_schedule(self.cache.of(parts), dtype, size, self.grain, narrow=narrow)

@@ -1,4 +1,4 @@
-"""The vectorised engine: waves of clients, each wave one vectorised program."""
+"""The vectorised engine: trains waves of clients as stacked tensors."""
 
 from __future__ import annotations
 
@@ -31,18 +31,19 @@ StepKind = Literal["auto", "mapped", "traced", "compiled", "graphed"]
 
 
 class VectorisedEngine(Engine):
-    """Runs clients side by side.
+    """Runs waves of clients, stacked along axis 0.
 
     Args:
-        step: how steps are made: ``"mapped"`` (vmap and autograd), ``"traced"`` (the same operations without Python between
-            them), ``"compiled"`` (fused by ``torch.compile``), ``"graphed"`` (replays of CUDA graphs), or ``"auto"``: graphed on
-            CUDA, elsewhere traced where the run is long enough to pay.
-        wave: most clients side by side; None for the rule of :mod:`fedloom.engines.vectorised.waves`.
-        otherwise: called with the error when clients cannot be run side by side after all; returns the engine that takes over, and why.
+        step: how steps run: ``"mapped"`` (vmap and autograd), ``"traced"`` (the same operations
+            without Python between them), ``"compiled"`` (compiled by inductor), ``"graphed"`` (CUDA
+            graphs), or ``"auto"``: graphed on CUDA, elsewhere traced if the run is long enough.
+        wave: most clients of a wave; default: the rule of :mod:`fedloom.engines.vectorised.waves`.
+        otherwise: called with the error if clients cannot be stacked; returns the engine that takes
+            over, and the reason.
 
     Attributes:
-        events: each time that memory ran out, in words.
-        told: called with what changes in the plan (smaller waves, another engine), before the clients are tried again.
+        events: messages, one each time that memory ran out.
+        told: called with the changes of the plan (smaller waves, another engine), before the retry.
         instead: the engine that has taken over.
     """
 
@@ -72,7 +73,7 @@ class VectorisedEngine(Engine):
     def run_cohort(
         self, bound: Bound, work: Work, program: Program, post: Post, participants: Sequence[Participant]
     ) -> list[Reply]:
-        """One reply per participant, in the order given."""
+        """Run a program wave by wave and return one reply per client, in order."""
         if self.instead is not None:
             return self.instead.run_cohort(bound, work, program, post, participants)
         replies: dict[str, Reply] = {}
@@ -119,7 +120,7 @@ class VectorisedEngine(Engine):
         return self.step == "graphed" or (self.step == "auto" and transfer.is_gpu(device))
 
     def _runners(self, work: Work, device: torch.device) -> tuple[StartSteps, Accumulate]:
-        """What executes the steps of a phase, and what adds up sweeps."""
+        """Return the functions that start runners of steps and that add up sweeps."""
         traces = self.traces
         if self._captures(device):
             return self.captured.start, self.captured.accumulate
@@ -180,7 +181,7 @@ class VectorisedEngine(Engine):
             half = len(wave)
             self.instead, why = self.otherwise(error)
             changes = {"engine": "loop", "wave": 0, "why": why}
-        # Outside of the handler: its exception holds the tensors that did not fit.
+        # After the handler: its exception holds the tensors that did not fit.
         if self.told is not None:
             self.told(changes)
         self._clear()

@@ -1,4 +1,4 @@
-"""What a phase's first round shows and later rounds must know before their first step."""
+"""Facts of a phase that its first round shows and that later rounds need in advance."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ Reached = dict[Hashable, tuple[set[str], set[str]]]
 
 
 class FirstRound:
-    """Runs steps eagerly and records which leaves the objective reaches and which ones are written."""
+    """Runs steps eagerly, then records which leaves the objective reaches and which are written."""
 
     def __init__(self, runner: EagerRunner, store: Reached, phase: Hashable) -> None:
         self.runner, self.store, self.phase = runner, store, phase
         self.schedule: Any = runner.schedule
 
     def run(self, slot: Slot) -> Tensor:
-        """One step."""
+        """Make one step."""
         return self.runner.run(slot)
 
     def finish(self) -> StepState:
-        """The state after the last step."""
+        """Record the leaves and return the state after the last step."""
         state = self.runner.state
         if state.groups is not None:
             self.store[self.phase] = ({n for g in state.groups for n in g.names}, set(state.written))

@@ -1,4 +1,4 @@
-"""Whether a model and a method can be run for many clients at once: tried on a few rows before round one."""
+"""The probe of the vectorised engine: a comparison with the loop engine on a few rows."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ _CLIENT_CODE = ("methods", "plugins", "objectives", "uploads", "models", "tasks"
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What a probe found.
+    """The result of a probe.
 
     Args:
         possible: whether the vectorised engine gives the loop's numbers.
-        why: one line, empty where all is well.
+        why: the reason in one line, or empty.
     """
 
     possible: bool
@@ -46,24 +46,24 @@ class Verdict:
 
 
 def probe(run: Run) -> Verdict:
-    """Plays one round and one evaluation on a few rows of two clients, plainly and vectorised, and compares.
+    """Run a round and an evaluation on a few rows of two clients with both engines, and compare.
 
     Args:
         run: a run before its first round; it is not changed.
     """
     verdict = Verdict(True)
     for bound in (run.bound, *run.later.values()):
-        found = _probe(run, bound)
-        if not found.possible:
-            return found
-        if found.why:
-            verdict = Verdict(True, found.why)
+        result = _probe(run, bound)
+        if not result.possible:
+            return result
+        if result.why:
+            verdict = result
     return verdict
 
 
 @contextmanager
 def _strict(bound: Bound) -> Iterator[None]:
-    """No short types and no TF32: the probe looks for other numbers, not for other rounding."""
+    """Switch off autocast and TF32: the probe looks for other numbers, not for other rounding."""
     net, before = bound.network, bound.network.autocast
     net.autocast = None
     try:
@@ -85,7 +85,7 @@ def _probe(run: Run, bound: Bound) -> Verdict:
         try:
             plain, again = (_played(run, bound, LoopEngine(), UNEQUAL, seed) for seed in (0, 1))
         except FedloomError:
-            return Verdict(True)  # the loop says what is wrong when the run begins
+            return Verdict(True)  # the run raises the same error at its beginning
         try:
             return _compared(run, bound, plain, again)
         except FedloomError:
@@ -95,7 +95,7 @@ def _probe(run: Run, bound: Bound) -> Verdict:
 
 
 def _compared(run: Run, bound: Bound, plain: dict[str, Tensor], again: dict[str, Tensor]) -> Verdict:
-    """What the vectorised engine makes of it beside the loop, whose numbers are given for two states of torch's noise."""
+    """Compare the vectorised engine with the loop's numbers for two seeds of torch's noise."""
     tolerance = TOLERANCE[bound.structure.dtype]
     random = _gap(plain, again) > tolerance
     mapped = _played(run, bound, VectorisedEngine(step="mapped"), UNEQUAL, 0)
@@ -111,7 +111,7 @@ def _compared(run: Run, bound: Bound, plain: dict[str, Tensor], again: dict[str,
 
 
 def _played(run: Run, bound: Bound, engine: Engine, sizes: tuple[int, ...], seed: int) -> dict[str, Tensor]:
-    """All that one round and one evaluation of a tiny run leave behind."""
+    """Return all numbers of one round and one evaluation of a tiny run."""
     sites = _sites(run, sizes)
     tiny = replace(
         run,
@@ -131,33 +131,35 @@ def _played(run: Run, bound: Bound, engine: Engine, sizes: tuple[int, ...], seed
         tiny.setup()
         outcome, _ = tiny.play(list(sites), 1)
         own, _ = tiny.evaluate(list(sites))
-    found = {f"server {k}": v - bound.start[k] for k, v in tiny.state.leaves.items() if v.is_floating_point()}
+    numbers = {f"server {k}": v - bound.start[k] for k, v in tiny.state.leaves.items() if v.is_floating_point()}
     for reply in outcome.accepted:
-        found |= {f"{reply.id} {k}": v - bound.start[k] for k, v in reply.state.leaves.items() if v.is_floating_point()}
-        found[f"{reply.id} loss"] = torch.tensor(reply.loss or 0.0)
+        numbers |= {
+            f"{reply.id} {k}": v - bound.start[k] for k, v in reply.state.leaves.items() if v.is_floating_point()
+        }
+        numbers[f"{reply.id} loss"] = torch.tensor(reply.loss or 0.0)
     for name, metrics in own.items():
         loss = metrics.get("loss")
-        found[f"{name} test loss"] = torch.tensor(math.nan if loss is None else loss)
-    return found
+        numbers[f"{name} test loss"] = torch.tensor(math.nan if loss is None else loss)
+    return numbers
 
 
 def _sites(run: Run, sizes: tuple[int, ...]) -> dict[str, Site]:
-    """Two small clients made of the first rows of the run's clients (of one client twice, if there is one)."""
+    """Return two clients with the first rows of the run's clients, or of its only client."""
     fitting = [n for n, rows in zip(run.roster.ids, run.roster.rows, strict=True) if rows >= max(sizes)]
     chosen = [run.sites[n] for n in (fitting or run.roster.ids)[: len(sizes)]]
-    made = {}
+    sites = {}
     for i, size in enumerate(sizes):
         site = chosen[i % len(chosen)]
         index = torch.arange(min(size, len(site.train)), device=site.train.y.device)
         rows = site.train.take(index)
-        made[str(i)] = replace(
+        sites[str(i)] = replace(
             site, id=str(i), train=rows, test=rows, val=None, labels=site.labels[: len(index)], counts=site.counts
         )
-    return made
+    return sites
 
 
 def _gap(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> float:
-    """Largest difference over the size of what it is a difference of; NaN equals NaN."""
+    """Return the largest relative difference; NaN equals NaN."""
     if set(a) != set(b):
         return math.inf
     tops = {k: float(torch.nan_to_num(v).abs().max()) if v.numel() else 0.0 for k, v in a.items()}
@@ -175,7 +177,7 @@ def _gap(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> float:
 
 
 def blame(error: BaseException) -> str:
-    """The line of client code (a model's, a term's) that an error comes from, in words."""
+    """Return a message with the line of client code (a model's, a term's) that raised an error."""
     home, torch_home = Path(__file__).parents[2], Path(torch.__file__).parent
     ours = {home / part for part in _CLIENT_CODE}
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
@@ -189,6 +191,6 @@ def blame(error: BaseException) -> str:
 
 
 def said(error: BaseException) -> str:
-    """Where an error comes from and what it says, in one line."""
+    """Return the origin and the message of an error in one line."""
     text: Any = str(error).strip().splitlines()
     return f"{blame(error)}; vmap says: {text[0] if text else type(error).__name__}"

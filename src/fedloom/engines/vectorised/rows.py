@@ -1,7 +1,8 @@
-"""The rows of a wave of clients, and which of them make up each step.
+"""The rows of a wave and the schedule of its steps.
 
-All rows of a wave lie in one tensor with a row of zeros behind them; a batch of the whole wave is one indexing
-operation, and padding points at the zeros. Indices and masks of a phase are computed on the host before its first step.
+One tensor contains all rows of a wave and a final row of zeros. A batch is one ``index_select``;
+padding points to the zeros. The host computes the indices and masks of a phase before its first
+step.
 """
 
 from __future__ import annotations
@@ -13,26 +14,26 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from fedloom import batches
 from fedloom.batches import SWEEP_BATCH, Steps
 from fedloom.clients.arrangement import Shapes, Slot
 from fedloom.data import Rows
+from fedloom.torch_internals import pytree
 from fedloom.transfer import to_device_async
 from fedloom.types import Batch, Inputs
 
 KEPT_BYTES = 1 << 30
-"""How many bytes of joined rows are cached for the next round."""
+"""Bytes of joined rows that are cached for the next round."""
 SWEEP_GRAIN = 32
-"""Rows to a multiple of which padded batches of a captured sweep are widened, so that few shapes occur."""
+"""Padded batches of captured sweeps are widened to a multiple of this: few shapes occur."""
 BLOCK_BYTES = 1 << 20
-"""How many bytes of batches are gathered at once: they should still be in the processor's cache when their step comes."""
+"""Bytes of batches that are read at once. They should stay in the processor's cache until used."""
 
 
 @dataclass(frozen=True, slots=True)
 class JoinedRows:
-    """The rows of several clients, one after another, and a row of zeros."""
+    """The concatenated rows of several clients and a row of zeros, which has the index ``zero``."""
 
     x: Inputs
     y: Tensor
@@ -42,7 +43,7 @@ class JoinedRows:
 
     @staticmethod
     def of(parts: Sequence[Rows]) -> JoinedRows:
-        """Joins the clients' rows."""
+        """Concatenate the clients' rows."""
         sizes = [len(p) for p in parts]
         offsets = tuple(int(o) for o in np.concatenate([[0], np.cumsum(sizes)[:-1]]))
         plain = [p.x for p in parts if isinstance(p.x, Tensor)]
@@ -50,7 +51,7 @@ class JoinedRows:
         return JoinedRows(x, _joined([p.y for p in parts]), offsets, sum(sizes), tuple(parts))
 
     def take(self, index: Tensor, mask: Tensor | None, pair: Batch | None = None) -> Batch:
-        """The rows at ``index`` (clients x width) as one batch with a client axis."""
+        """Return the rows at ``index``, shape ``(clients, width)``, as one batch."""
         flat, shape = index.reshape(-1), index.shape
 
         def rows(t: Tensor) -> Tensor:
@@ -60,13 +61,13 @@ class JoinedRows:
         return Batch(x, rows(self.y), mask, pair)
 
     def nbytes(self) -> int:
-        """Bytes of all rows."""
+        """Return the bytes of all rows."""
         own = [self.x] if isinstance(self.x, Tensor) else pytree.tree_leaves(self.x)
         return sum([t.nbytes for t in (*own, self.y)])
 
 
 def nbytes(rows: Rows) -> int:
-    """Bytes of a client's rows."""
+    """Return the bytes of a client's rows."""
     own = [rows.x] if isinstance(rows.x, Tensor) else pytree.tree_leaves(rows.x)
     return sum([t.nbytes for t in (*own, rows.y)])
 
@@ -76,33 +77,33 @@ def _joined(parts: Sequence[Tensor]) -> Tensor:
 
 
 class RowCache:
-    """Joined rows of the last waves, so that a cohort that returns finds its rows joined."""
+    """An LRU cache of the joined rows of waves: the same clients often return in the next round."""
 
     def __init__(self) -> None:
-        self._kept: OrderedDict[tuple[int, ...], JoinedRows] = OrderedDict()
+        self._entries: OrderedDict[tuple[int, ...], JoinedRows] = OrderedDict()
         self._bytes = 0
 
     def of(self, parts: Sequence[Rows]) -> JoinedRows:
-        """The joined rows of these clients."""
-        key = tuple(map(id, parts))  # valid while the entry lives: it holds the parts
-        rows = self._kept.get(key)
+        """Return the joined rows of these clients."""
+        key = tuple(map(id, parts))  # the entry holds the parts, so that their ids stay theirs
+        rows = self._entries.get(key)
         if rows is not None:
-            self._kept.move_to_end(key)
+            self._entries.move_to_end(key)
             return rows
-        rows = self._kept[key] = JoinedRows.of(parts)
+        rows = self._entries[key] = JoinedRows.of(parts)
         self._bytes += rows.nbytes()
-        while len(self._kept) > 1 and self._bytes > KEPT_BYTES:
-            self._bytes -= self._kept.popitem(last=False)[1].nbytes()
+        while len(self._entries) > 1 and self._bytes > KEPT_BYTES:
+            self._bytes -= self._entries.popitem(last=False)[1].nbytes()
         return rows
 
     def clear(self) -> None:
-        """Drops all rows."""
-        self._kept.clear()
+        """Remove all entries."""
+        self._entries.clear()
         self._bytes = 0
 
 
 def widened(clients: int) -> int:
-    """The number of clients that is really stepped: at most an eighth more, so that few shapes occur.
+    """Return the number of clients that a step computes: at most an eighth more, few values.
 
     Example:
         >>> [widened(k) for k in (1, 7, 16, 17, 33, 100)]
@@ -115,17 +116,18 @@ def widened(clients: int) -> int:
 
 
 class WaveSchedule:
-    """The steps of a wave: axes of indices and masks are steps, batches of a step, clients and rows.
+    """The steps of a wave.
 
     Args:
         rows: the rows of all clients.
-        index: row numbers.
-        masks: 1 for real rows, where some are padding.
-        live: who moves in each step (steps x clients), where in some step somebody does not.
+        index: row numbers, shape ``(steps, batches of a step, clients, rows)``.
+        masks: 1 for real rows, 0 for padding, of the same shape; None without padding.
+        live: whether a step changes a client, shape ``(steps, clients)``; None if all steps change
+            all of their clients.
         dtype: floating type of masks.
         slots: the steps.
-        counts: steps of each client.
-        bounds: per client the first and last rows of its batches, of a sweep.
+        counts: number of steps of each client.
+        bounds: for a sweep, the first and last rows of each client's batches.
     """
 
     def __init__(
@@ -144,7 +146,7 @@ class WaveSchedule:
         self.mark = object()
 
     def batch(self, slot: Slot) -> Batch:
-        """The rows of a step, of the clients that take part."""
+        """Return the rows of a step, of the clients that take part."""
         batch, t = None, slot.step
         for group in reversed(range(self.index.shape[1])):
             width = slot.widths[group]
@@ -154,7 +156,7 @@ class WaveSchedule:
         return _hidden(batch, slot.active.to(self.dtype)) if slot.hide and slot.active is not None else batch
 
     def blocks(self) -> Iterator[tuple[Sequence[Slot], Batch]]:
-        """Several steps of one shape at a time, and their batches along a first axis of steps."""
+        """Yield several steps of one shape and their batches, stacked along axis 0."""
         steps, groups = self.index.shape[:2]
         row = sum(t[:1].numel() * t.element_size() for t in [*pytree.tree_leaves(self.rows.x), self.rows.y])
         size = max(1, BLOCK_BYTES // max(1, row * self.index[:1].numel()))
@@ -167,7 +169,7 @@ class WaveSchedule:
             yield self.slots[first : first + size], batch
 
     def unpad(self, values: Tensor) -> Sequence[Tensor]:
-        """Per client the values of its real rows, given those of all batches side by side."""
+        """Return each client's values of real rows, given the values of all batches."""
         offsets = np.concatenate([[0], np.cumsum([slot.widths[0] for slot in self.slots])])
         return [
             torch.cat([values[i, offsets[s] : offsets[s] + high - low] for s, (low, high) in enumerate(own)])
@@ -175,7 +177,7 @@ class WaveSchedule:
         ]
 
     def shape(self) -> Hashable:
-        """The shape and types of a full step: schedules that are alike share batch buffers."""
+        """Return a key of a full step's shape and types. Schedules of one key share buffers."""
         x, y = self.rows.x, self.rows.y
         flat, spec = ([x], None) if isinstance(x, Tensor) else pytree.tree_flatten(x)
         kinds = tuple([(t.shape[1:], t.dtype) for t in (*flat, y)])
@@ -183,14 +185,15 @@ class WaveSchedule:
 
 
 def training_schedule(rows: JoinedRows, steps: Sequence[Steps], dtype: torch.dtype, shapes: Shapes) -> WaveSchedule:
-    """The steps of a phase for a wave of clients.
+    """Return the steps of a phase for a wave of clients.
 
     Args:
         rows: their rows.
-        steps: per client the row indices of its steps.
+        steps: the row indices of each client's steps. Clients are sorted, most steps first.
         dtype: floating type of masks.
-        shapes: ``"narrow"`` leaves out the last clients where they have run out; ``"all"`` does not; ``"fixed"`` gives
-            every step one shape: all clients, full width, mask and ``active`` always there.
+        shapes: ``"narrow"`` leaves out the last clients after their steps; ``"all"`` does not, as a
+            phase with ``until`` needs the losses of all clients; ``"fixed"`` gives every step one
+            shape: all clients, full width, a mask and ``active``.
     """
     device, counts = rows.y.device, [len(own) for own in steps]
     clients, most = len(steps), max(counts, default=0)
@@ -239,14 +242,14 @@ def _training_slots(
 def sweep_shapes(
     bounds: Sequence[Sequence[tuple[int, int]]], size: int | str = SWEEP_BATCH, grain: int = 1, *, narrow: bool = False
 ) -> list[tuple[int, int, bool]]:
-    """Clients of each batch of a sweep, the first ones, the rows of each, and whether some of them are padding.
+    """Return for each batch of a sweep its clients, rows per client, and whether rows are padding.
 
     Args:
-        bounds: per client the bounds of its batches.
+        bounds: the first and last rows of each client's batches.
         size: rows of a full batch.
-        grain: rows to a multiple of which a padded batch is widened, up to a full one.
-        narrow: clients at the end whose rows are over are left out, half of those that are there at a time, so that few shapes
-            occur; the first batch has all.
+        grain: a padded batch is widened to a multiple of this, at most to a full batch.
+        narrow: leave out clients at the end without further rows, half of the clients at a time, so
+            that few shapes occur. The first batch has all clients.
 
     Example:
         >>> sweep_shapes([[(0, 128), (128, 170)], [(0, 128), (128, 160)]], grain=32)
@@ -255,18 +258,18 @@ def sweep_shapes(
         [(2, 128, True), (1, 42, False)]
     """
     most = SWEEP_BATCH if size == "full" else min(int(size), SWEEP_BATCH)
-    found = []
+    shapes = []
     for step in range(max(len(b) for b in bounds)):
         lengths = [b[step][1] - b[step][0] if step < len(b) else 0 for b in bounds]
         while narrow and step and len(lengths) > 1 and not any(lengths[(half := -(-len(lengths) // 2)) :]):
             lengths = lengths[:half]
         width, padded = max(lengths), min(lengths) < max(lengths)
-        found.append((len(lengths), max(width, min(-(-width // grain) * grain, most)) if padded else width, padded))
-    return found
+        shapes.append((len(lengths), max(width, min(-(-width // grain) * grain, most)) if padded else width, padded))
+    return shapes
 
 
 def sweep_schedule(rows: JoinedRows, dtype: torch.dtype, size: int | str, grain: int, *, narrow: bool) -> WaveSchedule:
-    """The batches of a sweep, as :func:`sweep_shapes` has them."""
+    """Return the batches of a sweep, with the shapes of :func:`sweep_shapes`."""
     bounds = [batches.in_order(len(p), size) for p in rows.parts]
     shapes = sweep_shapes(bounds, size, grain, narrow=narrow)
     full = max((width for _, width, _ in shapes), default=0)
@@ -276,7 +279,7 @@ def sweep_schedule(rows: JoinedRows, dtype: torch.dtype, size: int | str, grain:
     numbers = ends[..., :1] + np.arange(full)
     inside = numbers < ends[..., 1:]
     index = np.where(inside, numbers + np.array(rows.offsets)[:, None], rows.zero)
-    # The whole sweep goes to the device at once: a copy for every batch takes longer than its rows.
+    # One copy for the whole sweep: a copy for each batch takes longer than its rows.
     on_device = to_device_async(torch.from_numpy(index), rows.y.device)[:, None]
     masks = None
     if any(padded for _, _, padded in shapes):
@@ -286,7 +289,7 @@ def sweep_schedule(rows: JoinedRows, dtype: torch.dtype, size: int | str, grain:
 
 
 def _hidden(batch: Batch, active: Tensor) -> Batch:
-    """A batch in which the rows of clients that do not move are masked."""
+    """Mask the rows of the clients that the step does not change."""
     counts = active[:, None]
     mask = counts.expand(-1, batch.y.shape[1]) if batch.mask is None else batch.mask * counts
     pair = None if batch.pair is None else _hidden(batch.pair, active)

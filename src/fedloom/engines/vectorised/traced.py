@@ -1,8 +1,9 @@
-"""Traced gradients: :meth:`Step.gradients` of a wave as one flat list of tensor operations.
+"""Traced gradients: :meth:`Step.gradients` of a wave as a flat list of tensor operations.
 
-Tracing runs the client code once; what remains has no Python of the model, of terms or of ``vmap`` in it. A trace holds
-for one phase and one set of shapes. What changes from round to round as a Python number (round, learning rate) would
-be baked in, so a trace records which of these the client code read and is used only while they have the same values.
+Tracing runs the client code once. The trace contains no Python code of the model, of terms or of
+``vmap``. It is valid for one phase and one set of shapes. Python numbers (round, learning rate)
+become constants of the trace. A trace therefore records which of these client code reads, and is
+used only while they have the same values.
 """
 
 from __future__ import annotations
@@ -14,23 +15,24 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils import _pytree as pytree
 
 from fedloom.clients.arrangement import BatchSchedule
 from fedloom.clients.inputs import ClientInputs
 from fedloom.clients.step import Step
-from fedloom.engines.vectorised.algebra import is_write, simplify
+from fedloom.engines.vectorised.algebra import simplify
+from fedloom.torch_internals import UNSAFE_VIEW, is_write, pytree, trace_graph
 from fedloom.types import Batch, Leaves, Memory, Seen
 
 TRACE_STEPS = 200
-"""A shape that occurs this often in a run is worth a trace."""
+"""Steps of one shape in a run from which on a trace saves time."""
 RETRACES = 3
+"""Most traces of one shape: client code that reads the round would need one in every round."""
 CHANGING = ("round", "lr", "rates")
+"""Fields of ``Seen`` that are Python numbers and change from round to round."""
 
 
 def recording(inputs: ClientInputs, touched: set[str], **tensors: Any) -> ClientInputs:
-    """Inputs with other tensors, that record which changing Python numbers client code reads."""
+    """Return inputs that add the names of changing numbers to ``touched`` when code reads them."""
 
     class Recorded(Seen):
         __slots__ = ()
@@ -44,7 +46,7 @@ def recording(inputs: ClientInputs, touched: set[str], **tensors: Any) -> Client
 
 
 def constants(inputs: ClientInputs, names: Iterable[str]) -> tuple[Hashable, ...]:
-    """Present values of the numbers that a trace has baked in."""
+    """Return the present values of numbers that are constants of a trace."""
     facts = inputs.facts
     now = {"round": facts["round"], "lr": facts["lr"], "rates": tuple(sorted(facts["rates"].items()))}
     return tuple(now[n] for n in sorted(names))
@@ -56,13 +58,14 @@ class Trace:
 
     Args:
         run: the operations.
-        kept: which of the flat arguments they use.
-        used: which of the trained leaves have a gradient.
-        touched: changing numbers that are baked in, and their values.
+        arguments: the positions of the flat arguments that they use.
+        used: for each trained leaf, whether it has a gradient.
+        touched: names of the changing numbers that are constants of the trace.
+        values: their values.
     """
 
     run: Callable[..., Any]
-    kept: list[int]
+    arguments: list[int]
     used: list[bool]
     touched: frozenset[str]
     values: tuple[Hashable, ...]
@@ -72,32 +75,29 @@ class Traces:
     """Traces of a run.
 
     Args:
-        least: steps in a run from which on a shape is traced.
-        compiled: whether whole steps are compiled where that is possible.
+        least: number of steps of one shape in a run from which on it is traced.
+        compiled: whether whole steps are compiled if possible.
     """
 
     def __init__(self, least: int = TRACE_STEPS, compiled: bool = False) -> None:
         self.least, self.compiled = least, compiled
         self.notes: list[str] = []
         self.times: dict[Hashable, int] = {}
-        self.owners: list[object] = []
         self.programs: dict[Hashable, Any] = {}
-        self.reached: dict[Hashable, Any] = {}
-        self._known: dict[Hashable, Trace | None] = {}
+        self._traces: dict[Hashable, Trace | None] = {}
 
     def of(self, step: Step, inputs: ClientInputs, fixed: Any, moving: Any) -> Trace | None:
-        """The trace of a step with these arguments, made if it is worth it; None where the step is better mapped."""
+        """Return a trace for these arguments; None if it failed or changes too often."""
         flat, spec = pytree.tree_flatten((fixed, moving))
         shapes = tuple((t.shape, t.dtype) for t in flat)
-        key = (id(step.bound), step.phase.phase.name, inputs.facts["key"], spec, shapes)
-        trace = self._known.get(key)
-        if trace is None and key in self._known:
+        key = (step.bound, step.phase.phase.name, inputs.facts["key"], spec, shapes)
+        trace = self._traces.get(key)
+        if trace is None and key in self._traces:
             return None
         if trace is None or constants(inputs, trace.touched) != trace.values:
             self.times[key] = self.times.get(key, 0) + 1
             trace = self._make(step, inputs, flat, spec) if self.times[key] <= RETRACES else None
-            self._known[key] = trace
-            self.owners.append(step.bound)
+            self._traces[key] = trace
         return trace
 
     def _make(self, step: Step, inputs: ClientInputs, flat: list[Any], spec: Any) -> Trace | None:
@@ -114,17 +114,17 @@ class Traces:
             return [losses, *(g for g in grads if g is not None), *pytree.tree_leaves(carry)]
 
         try:
-            graph = make_fx(fn, tracing_mode="fake", _allow_non_fake_inputs=True)(*[t.detach() for t in flat])
+            graph = trace_graph(fn, flat)
         except Exception as error:
             name, why = step.phase.phase.name, str(error).splitlines()
             self.notes.append(f"phase {name!r} is mapped, not traced: {type(error).__name__}: {why[0] if why else ''}")
             return None
-        kept = tidy(graph)  # compiles `forward` again, so it comes first
-        return Trace(graph.forward, kept, used, frozenset(touched), constants(inputs, touched))
+        arguments = tidy(graph)  # before `graph.forward` is read, as it compiles that again
+        return Trace(graph.forward, arguments, used, frozenset(touched), constants(inputs, touched))
 
 
 class TracedGradients:
-    """A form of :meth:`Step.gradients` for the steps of one phase: a trace where there is one."""
+    """Computes :meth:`Step.gradients` for the steps of one phase with traces, where possible."""
 
     def __init__(self, step: Step, traces: Traces, schedule: BatchSchedule, rounds: int) -> None:
         self.step, self.traces = step, traces
@@ -137,7 +137,7 @@ class TracedGradients:
     def __call__(
         self, leaves: Leaves, inputs: ClientInputs, batch: Batch, carry: Memory, number: Tensor
     ) -> tuple[Tensor, list[Tensor | None] | None, Memory]:
-        """Losses, gradients and the terms' carried values."""
+        """Return losses, gradients and the terms' carried values."""
         if leaves is not self.leaves or inputs is not self.inputs:  # a narrower wave, or another writable leaf
             self.leaves, self.inputs = leaves, inputs
             self.ready.clear()
@@ -148,13 +148,13 @@ class TracedGradients:
         prepared = self.ready[shape]
         if prepared is None:
             return self.step.gradients(leaves, inputs, batch, carry, number)
-        trace, fixed, picked = prepared
+        trace, fixed, varying = prepared
         flat = pytree.tree_leaves(moving)
         with torch.no_grad():
-            found = iter(trace.run(*fixed, *[flat[i] for i in picked]))
-        losses = next(found)
-        grads = [next(found) if used else None for used in trace.used]
-        return losses, grads, pytree.tree_unflatten(list(found), pytree.tree_structure(carry)) if carry else carry
+            results = iter(trace.run(*fixed, *[flat[i] for i in varying]))
+        losses = next(results)
+        grads = [next(results) if used else None for used in trace.used]
+        return losses, grads, pytree.tree_unflatten(list(results), pytree.tree_structure(carry)) if carry else carry
 
     def _prepare(
         self, leaves: Leaves, inputs: ClientInputs, shape: tuple[int, tuple[int, ...], bool], moving: Any
@@ -168,8 +168,8 @@ class TracedGradients:
         flat = pytree.tree_leaves(fixed)
         return (
             trace,
-            [flat[i] for i in trace.kept if i < len(flat)],
-            [i - len(flat) for i in trace.kept if i >= len(flat)],
+            [flat[i] for i in trace.arguments if i < len(flat)],
+            [i - len(flat) for i in trace.arguments if i >= len(flat)],
         )
 
 
@@ -186,12 +186,12 @@ _ALIASES = {
     torch.ops.aten.detach.default,
     torch.ops.aten.expand.default,
     torch.ops.aten.view.default,
-    torch.ops.aten._unsafe_view.default,
+    UNSAFE_VIEW,
 }
 
 
 def tidy(graph: fx.GraphModule) -> list[int]:
-    """Drops operations that do nothing and arguments that nothing reads; returns the positions of those kept."""
+    """Remove useless operations and unused arguments; return the positions of the rest."""
     nodes = graph.graph.nodes
     writes = any(is_write(n) for n in nodes)
     for node in list(nodes):
@@ -202,16 +202,16 @@ def tidy(graph: fx.GraphModule) -> list[int]:
         if (by_one or node.target in _ALIASES) and _same(node, source):
             node.replace_all_uses_with(source)
     graph.graph.eliminate_dead_code(lambda n: n.op in ("placeholder", "output") or is_write(n))
-    kept = []
+    arguments = []
     for i, node in enumerate([n for n in nodes if n.op == "placeholder"]):
         if node.users:
-            kept.append(i)
+            arguments.append(i)
         else:
             graph.graph.erase_node(node)
     simplify(graph)
     graph.graph.set_codegen(fx.graph.CodeGen())
     graph.recompile()
-    return kept
+    return arguments
 
 
 def _same(a: fx.Node, b: fx.Node) -> bool:

@@ -1,4 +1,4 @@
-"""Which clients run side by side: a pure function of the model's structure and of the plan."""
+"""Waves: the split of a cohort, a pure function of the model's structure and of the plan."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from fedloom.types import EACH
 from fedloom.work import Participant, Work
 
 BUDGET = {"cpu": 2 << 30, "cuda": 32 << 30}
-"""Bytes that a wave may take, by kind of device."""
+"""Bytes that a wave may use, by type of device."""
 JUDGED_ROWS = 128
+"""Rows of a batch of an evaluation."""
 
 
 def client_bytes(bound: Bound, work: Work, rows: int) -> int:
-    """A rough count of the bytes that one client of a wave takes in a step.
+    """Estimate the bytes that one client of a wave uses in a step.
 
-    Leaves, their gradients, two moments and one working copy; outputs of all modules, kept for the backward pass, and
-    as much again while it runs.
+    These are the leaves, their gradients, two moments and a working copy, and twice the outputs of
+    all modules: stored for the backward pass, and their gradients.
     """
     size = bound.structure.dtype.itemsize
     leaves = sum(v.numel() for v in bound.start.values())
@@ -27,13 +28,13 @@ def client_bytes(bound: Bound, work: Work, rows: int) -> int:
 
 
 def wave_size(bound: Bound, work: Work, rows: int, device: str) -> int:
-    """How many clients a wave holds at most."""
+    """Return the largest number of clients of a wave."""
     budget = BUDGET.get(device, BUDGET["cpu"])
     return max(1, budget // max(1, client_bytes(bound, work, rows)))
 
 
 def side_by_side(bound: Bound, people: Sequence[Participant]) -> list[Participant]:
-    """The participants; with one key for all where client code finds their own keys in a tensor."""
+    """Return the participants, with one key if client code reads the keys from a tensor."""
     if bound.told is None:
         return list(people)
     keys = [None if p.key is None else EACH for p in people]
@@ -41,9 +42,10 @@ def side_by_side(bound: Bound, people: Sequence[Participant]) -> list[Participan
 
 
 def cut(people: Sequence[Participant], most: int) -> list[list[Participant]]:
-    """Waves of at most ``most`` clients with one static key, similar in their number of steps and equal in size.
+    """Split clients into waves of at most ``most`` clients with one static key.
 
-    Clients stand longest first, so that a wave narrows as its clients run out.
+    Waves of a key have about equal size. Clients are sorted by training rows, largest first, so that
+    a wave narrows as clients run out of rows.
     """
     waves: list[list[Participant]] = []
     for key in dict.fromkeys(p.key for p in people):
