@@ -84,9 +84,10 @@ class Bound:
         return {name: found[name] for name in self.specs if name in found}
 
     @property
-    def told(self) -> tuple[str, str] | None:
-        """Owner and name of the addressed tensor that holds the clients' static keys, if there is one."""
-        return next(((p.owner, p.told) for p in self.method.server.prepare if p.told is not None), None)
+    def client_key(self) -> tuple[str, str] | None:
+        """Owner and name of the addressed tensor that holds the clients' keys, or None."""
+        stages = self.method.server.prepare
+        return next(((p.owner, p.client_key) for p in stages if p.client_key is not None), None)
 
     def complete(self) -> bool:
         """Whether the server's leaves alone make a whole model."""

@@ -23,10 +23,10 @@ class ClientInputs:
     """The fields of :class:`fedloom.types.Seen`. Where a field stands decides how it is laid out, and nothing else does.
 
     Args:
-        own: tensors of which each client has its own: start, addressed, memory, swept, steps, n, counts, first, noise.
-            With a client axis in a wave.
+        own: tensors of which each client has its own: start, addressed, memory, swept, steps, n, counts, first, noise,
+            and key in a wave of clients with different keys. With a client axis in a wave.
         common: tensors that all clients of the wave share: received, broadcast, gate.
-        facts: Python values: round, lr, rates, momenta, cohort, population, key, specs.
+        facts: Python values: round, lr, rates, momenta, cohort, population, specs, and key if ``own`` has none.
         seen_type: what is made of them; a recording subclass while a step is traced.
     """
 
@@ -63,7 +63,7 @@ def client_inputs(
     )
     (noise,) = numbers([rng.key_of(work.seed, "noise", p.site.id, post.round) for p in people], dtype=torch.int64)
     memories = [{**bound.memory, **p.state.memory} for p in people]
-    own = {
+    own: dict[str, Any] = {
         "start": {},
         "addressed": {
             owner: {k: stack([p.addressed[owner][k] for p in people]) for k in names}
@@ -88,7 +88,11 @@ def client_inputs(
         "momenta": {name: o.momentum for name, o in optimizers.items()},
         "cohort": post.cohort,
         "population": post.population,
-        "key": people[0].key,
         "specs": bound.specs,
     }
+    if arrangement.several and bound.client_key is not None and people[0].key is not None:
+        owner, name = bound.client_key
+        own["key"] = own["addressed"][owner][name]
+    else:
+        facts["key"] = people[0].key
     return ClientInputs(own, {"received": post.leaves, "broadcast": post.broadcast, "gate": post.gate}, facts)

@@ -22,7 +22,7 @@ from fedloom.clients.inputs import ClientInputs
 from fedloom.data.augment import Augmentation, key_of
 from fedloom.errors import UserError
 from fedloom.optim import Optimizer, OptState
-from fedloom.types import EACH, Batch, Leaves, Memory, Seen
+from fedloom.types import Batch, Leaves, Memory, Seen
 from fedloom.view import View
 
 Gradients = Callable[..., tuple[Tensor, list[Tensor | None] | None, Memory]]
@@ -169,15 +169,13 @@ class Step:
         return torch.zeros_like(noise) + number
 
     def leaves_of_other_keys(self, inputs: ClientInputs) -> Leaves:
-        """Leaves that only clients with a certain static key train, and which clients of the wave those are.
+        """Return a mask over the clients of a wave for each leaf that one key trains.
 
-        Their gradient is zero at the other clients, but weight decay would still move them there.
+        The gradient of such a leaf is zero at the other clients, but weight decay would move it there.
         """
-        if inputs.facts["key"] != EACH or not any(optimizer.weight_decay for _, optimizer, _ in self.groups):
+        keys: Tensor | None = inputs.own.get("key")
+        if keys is None or not any(optimizer.weight_decay for _, optimizer, _ in self.groups):
             return {}
-        assert self.bound.told is not None
-        owner, name = self.bound.told
-        keys: Tensor = inputs.own["addressed"][owner][name]
         specs = self.bound.specs
         return {n: keys == key for n in self.phase.trained if (key := specs[n].key) is not None}
 

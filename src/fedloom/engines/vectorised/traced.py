@@ -89,7 +89,7 @@ class Traces:
         """The trace of a step with these arguments, made if it is worth it; None where the step is better mapped."""
         flat, spec = pytree.tree_flatten((fixed, moving))
         shapes = tuple((t.shape, t.dtype) for t in flat)
-        key = (id(step.bound), step.phase.phase.name, inputs.facts["key"], spec, shapes)
+        key = (id(step.bound), step.phase.phase.name, inputs.facts.get("key"), spec, shapes)
         trace = self._known.get(key)
         if trace is None and key in self._known:
             return None

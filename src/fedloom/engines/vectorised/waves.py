@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 from fedloom.bound import Bound
-from fedloom.types import EACH
 from fedloom.work import Participant, Work
 
 BUDGET = {"cpu": 2 << 30, "cuda": 32 << 30}
@@ -32,22 +31,18 @@ def wave_size(bound: Bound, work: Work, rows: int, device: str) -> int:
     return max(1, budget // max(1, client_bytes(bound, work, rows)))
 
 
-def side_by_side(bound: Bound, people: Sequence[Participant]) -> list[Participant]:
-    """The participants; with one key for all where client code finds their own keys in a tensor."""
-    if bound.told is None:
-        return list(people)
-    keys = [None if p.key is None else EACH for p in people]
-    return [Participant(p.site, p.state, p.addressed, key, p.share) for p, key in zip(people, keys, strict=True)]
+def cut(bound: Bound, people: Sequence[Participant], most: int) -> list[list[Participant]]:
+    """Divide clients into waves of at most ``most``, similar in their number of steps and equal in size.
 
-
-def cut(people: Sequence[Participant], most: int) -> list[list[Participant]]:
-    """Waves of at most ``most`` clients with one static key, similar in their number of steps and equal in size.
-
-    Clients stand longest first, so that a wave narrows as its clients run out.
+    Clients with different keys share a wave only if the keys are in a tensor. Clients are sorted
+    longest first, so that a wave narrows as its clients run out.
     """
+    groups: dict[Hashable, list[Participant]] = {}
+    for person in people:
+        groups.setdefault(person.key if bound.client_key is None else None, []).append(person)
     waves: list[list[Participant]] = []
-    for key in dict.fromkeys(p.key for p in people):
-        group = sorted((p for p in people if p.key == key), key=lambda p: -p.share * len(p.site.train))
+    for group in groups.values():
+        group.sort(key=lambda p: -p.share * len(p.site.train))
         count = -(-len(group) // most)
         size = -(-len(group) // count)
         waves += [group[i : i + size] for i in range(0, len(group), size)]
