@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fedloom.optim import Optimizer
 from fedloom.reducers import Reducer
-from fedloom.types import Cohort, Facts, Kind, Leaves, Memory, Message, ReceiveRule, Seen
+from fedloom.types import Cohort, Facts, Kind, Leaves, Memory, Message, ReceiveRule, Seen, TapName
 
 if TYPE_CHECKING:
     from fedloom.structure import LeafInfo, Structure
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 Pattern = str | tuple[str, ...] | Callable[["LeafInfo"], bool]
 """Which leaves: ``"all"``, ``"head"``, ``"body"``, ``"norm"``, a glob on dotted names, several, or a test."""
 
-TapChooser = tuple[str, ...] | Callable[["Structure"], tuple[str, ...]]
+TapChooser = tuple[TapName, ...] | Callable[["Structure"], tuple[TapName, ...]]
 
 
 # Slot 1: objective ----------------------------------------------------------------------------------------

@@ -32,13 +32,24 @@ client starts from its own; what is received is only an anchor. ``frozen``: neit
 """
 
 
-class Summed(str):
-    """The name of a tap, channels on axis 1, of which its summary is enough: ``view.summary(name)``.
+@dataclass(frozen=True, slots=True)
+class SummaryRequest:
+    """A tap of which client code reads the summary only; see :func:`summary_of`."""
 
-    A kernel may then make it along with the layer, and neither the feature nor its gradient need be in memory.
+    name: str
+
+
+def summary_of(name: str) -> SummaryRequest:
+    """Request a tap, channels on axis 1, for ``view.summary(name)``: ``taps=(summary_of("block2"),)``.
+
+    If all terms that tap it request its summary, a kernel may compute that along with the layer, and
+    neither the feature nor its gradient need be in memory. ``view.summary`` answers for any tap.
     """
+    return SummaryRequest(name)
 
-    __slots__ = ()
+
+TapName = str | SummaryRequest
+"""What a term, a sweep or a predict route names in ``taps``."""
 
 
 @dataclass(frozen=True, slots=True)

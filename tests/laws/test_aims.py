@@ -238,7 +238,7 @@ def test_a_client_is_asked_for_its_key_as_a_bool_or_in_a_wave_as_a_tensor() -> N
         objective = tuple(replace(t, fn=fn) if t is term else t for t in method.objective)
         fit(replace(method, objective=objective), deep(), engine=engine, rounds=1)
     assert kinds["loop"] == {bool}
-    assert kinds["vectorised"] == {Tensor}
+    assert any(issubclass(kind, Tensor) for kind in kinds["vectorised"])  # its probe also runs single clients
 
 
 def test_adapters_and_heads_never_leave() -> None:
