@@ -16,7 +16,7 @@ from fedloom.record import Method
 from fedloom.slots import Phase, Sweep, Term
 from fedloom.structure import LeafInfo, Pattern, Structure, TapChooser, matches
 from fedloom.tasks import Task
-from fedloom.types import Facts, Kind, LeafSpec, Leaves, Memory
+from fedloom.types import Facts, Kind, LeafSpec, Leaves, Memory, TapName
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class BoundPhase:
     terms: tuple[Term, ...]
     trained: tuple[str, ...]
     groups: tuple[tuple[tuple[str, ...], Optimizer | None], ...]
-    taps: Mapping[str, tuple[str, ...]]
+    taps: Mapping[str, tuple[TapName, ...]]
     still: frozenset[str]
 
 
@@ -65,7 +65,7 @@ class Bound:
             return leaves
         return {local: leaves[full] for local, full in self.locals[copy]}
 
-    def taps(self, chooser: TapChooser) -> tuple[str, ...]:
+    def taps(self, chooser: TapChooser) -> tuple[TapName, ...]:
         """The modules that a term, a sweep or a predict route reads."""
         return resolve_taps(chooser, self.structure)
 
@@ -84,9 +84,10 @@ class Bound:
         return {name: found[name] for name in self.specs if name in found}
 
     @property
-    def told(self) -> tuple[str, str] | None:
-        """Owner and name of the addressed tensor that holds the clients' static keys, if there is one."""
-        return next(((p.owner, p.told) for p in self.method.server.prepare if p.told is not None), None)
+    def client_key(self) -> tuple[str, str] | None:
+        """Owner and name of the addressed tensor that holds the clients' keys, or None."""
+        stages = self.method.server.prepare
+        return next(((p.owner, p.client_key) for p in stages if p.client_key is not None), None)
 
     def complete(self) -> bool:
         """Whether the server's leaves alone make a whole model."""
@@ -100,7 +101,7 @@ class Bound:
         return simple and plain and not any(s.kept for s in self.specs.values() if s.copy == "main" and not s.owner)
 
 
-def resolve_taps(chooser: TapChooser, structure: Structure) -> tuple[str, ...]:
+def resolve_taps(chooser: TapChooser, structure: Structure) -> tuple[TapName, ...]:
     """The names behind a tuple of names or a function of the structure."""
     return chooser(structure) if callable(chooser) else chooser
 
@@ -124,7 +125,7 @@ def bind(method: Method, network: Network, task: Task, *, seed: int = 0) -> Boun
     kinds = _resolve_kinds(method, structure, {name: kind for name, (_, kind, _) in extras.items()})
     specs, start, locals_ = _resolve_leaves(method, structure, kinds, values)
     specs, phases = _resolve_phases(method, structure, specs)
-    wanted = frozenset(t for p in phases.values() for taps in p.taps.values() for t in taps)
+    wanted = {t for p in phases.values() for taps in p.taps.values() for t in taps}
     sweeps = [
         s
         for program in ("setup", "round", "adapt", "server")
@@ -132,8 +133,10 @@ def bind(method: Method, network: Network, task: Task, *, seed: int = 0) -> Boun
         if isinstance(s, Sweep)
     ]
     for chooser in [*(s.taps for s in sweeps), method.evaluate.taps]:
-        wanted |= frozenset(resolve_taps(chooser, structure))
-    network.want(wanted | (frozenset({"z"}) if method.partition.rewrite is not None else frozenset()))
+        wanted |= set(resolve_taps(chooser, structure))
+    if method.partition.rewrite is not None:
+        wanted.add("z")
+    network.want(frozenset(t if isinstance(t, str) else t.name for t in wanted))
     facts = Facts(structure, specs, start)
     memory = {s.owner: s.memory(facts) for s in method.upload if s.memory is not None}
     kept = {s.owner: s.memory(facts) for s in method.server.stages if s.memory is not None}
@@ -256,7 +259,7 @@ def _resolve_phases(
             if previous is not None and previous.phase != phase:
                 raise Conflict(f"{method.text!r} has two different phases named {phase.name!r}")
             terms = tuple(t for t in method.objective if t.enters(phase, structure))
-            taps: dict[str, tuple[str, ...]] = {}
+            taps: dict[str, tuple[TapName, ...]] = {}
             for term in terms:
                 taps[term.owner] = taps.get(term.owner, ()) + resolve_taps(term.taps, structure)
             found[phase.name] = BoundPhase(

@@ -23,7 +23,7 @@ class Frame:
         key: counter key for noise; None for torch's own noise.
         wanted: names of the modules whose outputs are kept.
         features: those outputs.
-        summed: those of which a summary is enough, see :class:`fedloom.types.Summed`.
+        summed: those of which a summary is enough, see :func:`fedloom.types.summary_of`.
         summaries: those that a kernel made, in the place of the output.
         rewrite: applied to the head's input.
         draws: how often noise was drawn.

@@ -1,7 +1,7 @@
 """Priors over clients' models, ``rho_gamma(theta) ~ exp(-R(theta, gamma))``: what FedMAP adds to a client's loss and minimises on the server.
 
 All of them see only the gap ``theta - gamma``. A client uses ``penalty`` (R of one leaf) or, for an implicit step, ``near``. The server
-sets gamma (and what else the prior learns) to the minimiser of ``sum_k w_k R(theta_k, gamma)``, or goes down its slope.
+sets gamma (and s, what a prior learns besides gamma) to the minimiser of ``sum_k w_k R(theta_k, gamma)``, or goes down its slope.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fedloom.structure import LeafInfo, matches
 
 @dataclass(frozen=True, slots=True)
 class Gaps:
-    """What the server knows of the clients' gaps ``d_k = theta_k - gamma`` in one leaf.
+    """The clients' gaps ``d_k = theta_k - gamma`` of one leaf, reduced.
 
     Args:
         mean: ``sum_k w_k d_k``.
@@ -65,37 +65,37 @@ class Prior(ABC):
         return False
 
     def scale(self, leaf: LeafInfo | None = None) -> float:
-        """The factor of R for a leaf."""
+        """Return the factor of R for a leaf."""
         return 1.0
 
     def check(self, leaves: tuple[LeafInfo, ...]) -> None:  # noqa: B027 (a hook: most priors fit any leaves)
-        """Raises where the prior does not fit the leaves."""
+        """Raise UserError if the prior does not fit the leaves."""
 
     def begin(self, leaf: Tensor) -> Tensor | None:
-        """Initial value of what the server learns beside gamma, in the shape of the leaf."""
+        """Return the initial s of a leaf; None if the prior learns nothing besides gamma."""
         return None
 
     @abstractmethod
-    def penalty(self, gap: Tensor, scale: Tensor | float, learnt: Tensor | None = None) -> Tensor:
-        """R of one leaf."""
+    def penalty(self, gap: Tensor, scale: Tensor | float, s: Tensor | None = None) -> Tensor:
+        """Return R of one leaf."""
 
-    def near(self, gap: Tensor, scale: Tensor | float, eta: float, learnt: Tensor | None = None) -> Tensor:
-        """The gap after an implicit step of size eta: ``argmin_d eta R(d) + (d - gap)^2/2``."""
+    def near(self, gap: Tensor, scale: Tensor | float, eta: float, s: Tensor | None = None) -> Tensor:
+        """Return the gap after an implicit step of size eta: ``argmin_d eta R(d) + (d - gap)^2/2``."""
         raise UserError(f"{self!r} has no closed implicit step; use implicit=False")
 
     @abstractmethod
-    def minimise(self, gaps: Gaps, gamma: Tensor, scale: float, learnt: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """The move of gamma that minimises ``sum_k w_k R``, and what is learnt with it."""
+    def minimise(self, gaps: Gaps, gamma: Tensor, scale: float, s: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Return the move of gamma that minimises ``sum_k w_k R``, and the new s."""
 
     @abstractmethod
     def slope(
-        self, gaps: Gaps, gamma: Tensor, move: Tensor, scale: float, learnt: Tensor | None
+        self, gaps: Gaps, gamma: Tensor, move: Tensor, scale: float, s: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Gradient of ``sum_k w_k R`` at gamma + move, with respect to gamma and to what is learnt."""
+        """Return the gradient of ``sum_k w_k R`` at gamma + move, with respect to gamma and to s."""
 
-    def inside(self, learnt: Tensor | None) -> Tensor | None:
-        """What is learnt, put back into its range."""
-        return learnt
+    def inside(self, s: Tensor | None) -> Tensor | None:
+        """Return s, clamped to its range."""
+        return s
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -127,17 +127,17 @@ class Gaussian(Prior):
                     f"gaussian: the pattern {pattern!r} matches no leaf under the prior; leaves are {names}"
                 )
 
-    def penalty(self, gap: Tensor, scale: Tensor | float, learnt: Tensor | None = None) -> Tensor:
+    def penalty(self, gap: Tensor, scale: Tensor | float, s: Tensor | None = None) -> Tensor:
         return 0.5 * scale * ops.squared_length(gap)
 
-    def near(self, gap: Tensor, scale: Tensor | float, eta: float, learnt: Tensor | None = None) -> Tensor:
+    def near(self, gap: Tensor, scale: Tensor | float, eta: float, s: Tensor | None = None) -> Tensor:
         return gap / (1 + eta * scale)
 
-    def minimise(self, gaps: Gaps, gamma: Tensor, scale: float, learnt: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def minimise(self, gaps: Gaps, gamma: Tensor, scale: float, s: Tensor | None) -> tuple[Tensor, Tensor | None]:
         return gaps.mean, None
 
     def slope(
-        self, gaps: Gaps, gamma: Tensor, move: Tensor, scale: float, learnt: Tensor | None
+        self, gaps: Gaps, gamma: Tensor, move: Tensor, scale: float, s: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         return scale * (move - gaps.mean), None
 
@@ -154,23 +154,23 @@ class LearnableGaussian(Prior):
     def begin(self, leaf: Tensor) -> Tensor | None:
         return torch.zeros_like(leaf)
 
-    def penalty(self, gap: Tensor, scale: Tensor | float, learnt: Tensor | None = None) -> Tensor:
-        assert learnt is not None
-        return 0.5 * (gap**2 / (learnt + self.c)).sum()
+    def penalty(self, gap: Tensor, scale: Tensor | float, s: Tensor | None = None) -> Tensor:
+        assert s is not None
+        return 0.5 * (gap**2 / (s + self.c)).sum()
 
-    def near(self, gap: Tensor, scale: Tensor | float, eta: float, learnt: Tensor | None = None) -> Tensor:
-        assert learnt is not None
-        return gap / (1 + eta / (learnt + self.c))
+    def near(self, gap: Tensor, scale: Tensor | float, eta: float, s: Tensor | None = None) -> Tensor:
+        assert s is not None
+        return gap / (1 + eta / (s + self.c))
 
-    def minimise(self, gaps: Gaps, gamma: Tensor, scale: float, learnt: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Alternates the two closed forms, ``mu = alpha mean / (alpha + 2 eps)`` and ``V = 4 eps s (s + c)^2``."""
-        assert learnt is not None
-        at, s, mean = gamma.double(), learnt.double(), gamma.double() + gaps.mean.double()
+    def minimise(self, gaps: Gaps, gamma: Tensor, scale: float, s: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Alternate the two closed forms, ``mu = alpha mean / (alpha + 2 eps)`` and ``V = 4 eps s (s + c)^2``."""
+        assert s is not None
+        at, s, mean = gamma.double(), s.double(), gamma.double() + gaps.mean.double()
         move = torch.zeros_like(at)
         for _ in range(50):
             alpha = 1 / (s + self.c)
             move = alpha * mean / (alpha + 2 * self.eps) - at
-            new = variance_root(self.spread(gaps, move), self.eps, self.c)
+            new = variance_root(self.variance(gaps, move), self.eps, self.c)
             done = bool(((new - s).abs() <= 1e-13 * (1 + new)).all())
             s = new
             if done:
@@ -178,19 +178,19 @@ class LearnableGaussian(Prior):
         return move.to(gamma), s.to(gamma)
 
     def slope(
-        self, gaps: Gaps, gamma: Tensor, move: Tensor, scale: float, learnt: Tensor | None
+        self, gaps: Gaps, gamma: Tensor, move: Tensor, scale: float, s: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        assert learnt is not None
-        down = (move - gaps.mean) / (learnt + self.c) + 2 * self.eps * (gamma + move)
-        wide = -self.spread(gaps, move) / (2 * (learnt + self.c) ** 2) + 2 * self.eps * learnt
-        return down, wide
+        assert s is not None
+        d_gamma = (move - gaps.mean) / (s + self.c) + 2 * self.eps * (gamma + move)
+        d_s = -self.variance(gaps, move) / (2 * (s + self.c) ** 2) + 2 * self.eps * s
+        return d_gamma, d_s
 
-    def inside(self, learnt: Tensor | None) -> Tensor | None:
-        assert learnt is not None
-        return learnt.clamp(min=-self.c + 1e-3)
+    def inside(self, s: Tensor | None) -> Tensor | None:
+        assert s is not None
+        return s.clamp(min=-self.c + 1e-3)
 
-    def spread(self, gaps: Gaps, move: Tensor) -> Tensor:
-        """``sum_k w_k (theta_k - mu)^2`` around mu = gamma + move, from moments."""
+    def variance(self, gaps: Gaps, move: Tensor) -> Tensor:
+        """Return ``V = sum_k w_k (theta_k - mu)^2`` around mu = gamma + move, from moments."""
         assert gaps.square is not None
         return (gaps.square.to(move) - 2 * move * gaps.mean.to(move) + move**2).clamp(min=0)
 
@@ -210,18 +210,18 @@ class Laplace(Prior):
     def scale(self, leaf: LeafInfo | None = None) -> float:
         return 1.0 / self.b
 
-    def penalty(self, gap: Tensor, scale: Tensor | float, learnt: Tensor | None = None) -> Tensor:
+    def penalty(self, gap: Tensor, scale: Tensor | float, s: Tensor | None = None) -> Tensor:
         return scale * gap.abs().sum()
 
-    def near(self, gap: Tensor, scale: Tensor | float, eta: float, learnt: Tensor | None = None) -> Tensor:
+    def near(self, gap: Tensor, scale: Tensor | float, eta: float, s: Tensor | None = None) -> Tensor:
         return gap.sign() * (gap.abs() - eta * scale).clamp(min=0)
 
-    def minimise(self, gaps: Gaps, gamma: Tensor, scale: float, learnt: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def minimise(self, gaps: Gaps, gamma: Tensor, scale: float, s: Tensor | None) -> tuple[Tensor, Tensor | None]:
         assert gaps.each is not None and gaps.weights is not None
         return weighted_median(gaps.each, gaps.weights).to(gamma), None
 
     def slope(
-        self, gaps: Gaps, gamma: Tensor, move: Tensor, scale: float, learnt: Tensor | None
+        self, gaps: Gaps, gamma: Tensor, move: Tensor, scale: float, s: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         assert gaps.each is not None
         return -scale * gaps.weighed((gaps.each - move).sign()).to(move), None
@@ -236,10 +236,10 @@ class StudentT(Prior):
     nu: float = 3.0
     tau2: float = 1.0
 
-    def penalty(self, gap: Tensor, scale: Tensor | float, learnt: Tensor | None = None) -> Tensor:
+    def penalty(self, gap: Tensor, scale: Tensor | float, s: Tensor | None = None) -> Tensor:
         return 0.5 * (self.nu + 1) * torch.log1p(gap**2 / (self.nu * self.tau2)).sum()
 
-    def minimise(self, gaps: Gaps, gamma: Tensor, scale: float, learnt: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def minimise(self, gaps: Gaps, gamma: Tensor, scale: float, s: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Iteratively re-weighted means, ``a_k = w_k (nu + 1) / (nu tau2 + (theta_k - gamma)^2)``, from the present gamma."""
         assert gaps.each is not None and gaps.weights is not None
         move = torch.zeros_like(gaps.each[0])
@@ -254,7 +254,7 @@ class StudentT(Prior):
         return move.to(gamma), None
 
     def slope(
-        self, gaps: Gaps, gamma: Tensor, move: Tensor, scale: float, learnt: Tensor | None
+        self, gaps: Gaps, gamma: Tensor, move: Tensor, scale: float, s: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         assert gaps.each is not None
         off = gaps.each - move
@@ -301,7 +301,7 @@ def gaussian(sigma2: float = 15.0, precision: Mapping[str, float] | None = None)
 
 
 def learnable_gaussian(eps: float = 1e-4, c: float = 1.0) -> Prior:
-    """Gaussian prior whose variances ``s + c`` are learnt on the server, one per parameter.
+    """Gaussian prior whose variances ``s + c`` the server learns, one per parameter.
 
     There is no log-normaliser, so this is not maximum likelihood: eps alone stops s from growing.
 

@@ -305,7 +305,7 @@ class Prepared:
         memory: the owner's memory, new.
         broadcast: tensors for everybody (``seen.broadcast[owner]``).
         addressed: tensors for single clients (``seen.addressed[owner]``); all clients have the same names.
-        keys: a static key per client (``seen.key``).
+        keys: a key per client (``seen.key``), known on the host.
     """
 
     memory: Leaves
@@ -321,12 +321,13 @@ class Prepare:
     Args:
         owner: the recipe or plug-in that brings it.
         fn: the stage.
-        told: the addressed tensor with the clients' static keys, if client code works from it too (``seen.key`` is then ``EACH``).
+        client_key: name of the addressed tensor that holds each client's key. Clients with different keys
+            then share a wave, where ``seen.key`` is that tensor. Default: they run in separate waves.
     """
 
     owner: str
     fn: Callable[[Leaves, Cohort], Prepared]
-    told: str | None = None
+    client_key: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

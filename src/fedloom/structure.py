@@ -9,6 +9,8 @@ from typing import Literal
 
 import torch
 
+from fedloom.types import TapName
+
 
 @dataclass(frozen=True, slots=True)
 class LeafInfo:
@@ -93,7 +95,7 @@ class Structure:
         return tuple(i.name for i in self.leaves if i.trainable and not i.owner)
 
 
-TapChooser = tuple[str, ...] | Callable[[Structure], tuple[str, ...]]
+TapChooser = tuple[TapName, ...] | Callable[[Structure], tuple[TapName, ...]]
 """Names of the modules to tap, or a function that chooses them."""
 
 

@@ -21,9 +21,6 @@ Memory = dict[str, dict[str, Tensor]]
 Message = dict[str, Leaves]
 """What leaves a client: named entries, each a dictionary of tensors."""
 
-EACH = "each"
-"""The static key of clients that run side by side though each has its own, which client code finds in a tensor."""
-
 Summary = tuple[Tensor, Tensor]
 """Of a feature, per row, means over positions: of its channels, and of ``sum_c p_c log p_c``, p the softmax over them."""
 
@@ -35,13 +32,24 @@ client starts from its own; what is received is only an anchor. ``frozen``: neit
 """
 
 
-class Summed(str):
-    """The name of a tap, channels on axis 1, of which its summary is enough: ``view.summary(name)``.
+@dataclass(frozen=True, slots=True)
+class SummaryRequest:
+    """A tap of which client code reads the summary only; see :func:`summary_of`."""
 
-    A kernel may then make it along with the layer, and neither the feature nor its gradient need be in memory.
+    name: str
+
+
+def summary_of(name: str) -> SummaryRequest:
+    """Request a tap, channels on axis 1, for ``view.summary(name)``: ``taps=(summary_of("block2"),)``.
+
+    If all terms that tap it request its summary, a kernel may compute that along with the layer, and
+    neither the feature nor its gradient need be in memory. ``view.summary`` answers for any tap.
     """
+    return SummaryRequest(name)
 
-    __slots__ = ()
+
+TapName = str | SummaryRequest
+"""What a term, a sweep or a predict route names in ``taps``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,8 +217,8 @@ class Seen:
         lr: the run's learning rate in this round.
         cohort: number of clients in this round.
         population: number of clients in the federation.
-        key: the static key that a server stage gave this client, if any; ``EACH`` where clients with different ones run side by
-            side, and the stage's addressed tensor says which is whose.
+        key: the key that a server stage gave this client, or None. It is a tensor where clients with
+            different keys run in one wave (see ``Prepare.client_key``); test it with :meth:`selects`.
         specs: the facts of every leaf.
         rates: learning rate of each phase in this round.
         momenta: momentum of each phase's SGD; 0 without, and for other optimisers.
@@ -234,11 +242,15 @@ class Seen:
     lr: float = 0.0
     cohort: int = 1
     population: int = 1
-    key: Hashable = None
+    key: Hashable | Tensor = None
     specs: Mapping[str, LeafSpec] = field(default_factory=dict)
     rates: Mapping[str, float] = field(default_factory=dict)
     momenta: Mapping[str, float] = field(default_factory=dict)
     personal: Collection[str] = ()
+
+    def selects(self, key: Hashable) -> bool | Tensor:
+        """Return whether this client has a key: a bool for one client, a tensor in a wave."""
+        return self.key == key
 
     def base(self, name: str) -> Tensor:
         """What a leaf that travels is measured from: the received one, or the client's own start where it is personal in this round."""

@@ -13,7 +13,7 @@ from fedloom import frames, ops, rng
 from fedloom.record import Method
 from fedloom.structure import Structure
 from fedloom.tasks.base import Task, class_logits
-from fedloom.types import Batch, Inputs, LeafSpec, Leaves, Seen, Summary, Summed
+from fedloom.types import Batch, Inputs, LeafSpec, Leaves, Seen, Summary, TapName
 
 
 class Model(Protocol):
@@ -114,7 +114,7 @@ class View:
         *,
         copy: str = "main",
         train: bool = False,
-        taps: Mapping[str, tuple[str, ...]] | None = None,
+        taps: Mapping[str, tuple[TapName, ...]] | None = None,
         still: frozenset[str] = frozenset(),
         trained: tuple[str, ...] = (),
         step: Tensor | int = 0,
@@ -155,19 +155,24 @@ class View:
             raise LookupError(f"feature {name!r} is only summed up: a term that reads it names it among its own taps")
         return self._features[name]
 
-    def summary(self, name: str) -> Summary:
-        """Of a feature with channels on axis 1, in the run's floating type; ask for it as :class:`fedloom.types.Summed` where it is enough."""
+    def summary(self, name: str, axis: int = 1) -> Summary:
+        """Return the summary of a tapped feature, in the run's floating type.
+
+        Args:
+            name: the tap, named in ``taps`` or requested by :func:`fedloom.types.summary_of`.
+            axis: axis of the channels.
+        """
         if self._out is None:
             self._run()
         dtype = self.structure.dtype  # a model may compute in another one
         if name not in self._summaries:
-            return ops.channel_summary(self.feature(name).to(dtype))
+            return ops.channel_summary(self.feature(name).to(dtype).movedim(axis, 1))
         means, entropies = self._summaries[name]
         return means.to(dtype), entropies.to(dtype)
 
     def tapped(self, owner: str) -> dict[str, Tensor]:
-        """The features that an owner asked for, in the order in which it named them."""
-        return {name: self.feature(name) for name in self._taps.get(owner, ())}
+        """Return the features that an owner named in ``taps``, in that order."""
+        return {name: self.feature(name) for name in self._taps.get(owner, ()) if isinstance(name, str)}
 
     def loss(self, output: Tensor | None = None) -> Tensor:
         """The task's loss on the batch, of the model's output or of another one of its shape."""
@@ -236,12 +241,14 @@ class View:
     def _run(self) -> None:
         bound, seen = self._bound, self._seen
         rewrite = bound.method.partition.rewrite
-        leaves, asked = self.leaves, [n for names in self._taps.values() for n in names]
+        leaves, taps = self.leaves, [t for taps in self._taps.values() for t in taps]
+        features = frozenset(t for t in taps if isinstance(t, str))
+        summaries = frozenset(t.name for t in taps if not isinstance(t, str))
         frame = frames.Frame(
             mask=self.batch.mask,
             key=rng.fold(seen.noise, self._step) if self._train and bound.network.noisy else None,
-            wanted=frozenset(asked),
-            summed=frozenset(asked) - {n for n in asked if not isinstance(n, Summed)},
+            wanted=features | summaries,
+            summed=summaries - features,
             rewrite=None if rewrite is None else lambda z: rewrite(z, leaves, seen),
         )
         with self._graded():

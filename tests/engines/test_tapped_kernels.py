@@ -71,7 +71,7 @@ def test_supervision_reads_summaries(method: str, monkeypatch: pytest.MonkeyPatc
     ours = fl.fit(method, net, data, **options)
     assert any(called)
     with monkeypatch.context() as patch:
-        patch.setattr(sys.modules["fedloom.plugins.isr"], "Summed", str)
+        patch.setattr(sys.modules["fedloom.plugins.isr"], "summary_of", str)
         called.clear()
         theirs = fl.fit(method, net, data, **options)
     assert not called

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,8 @@ from torch import Tensor, nn
 import fedloom as fl
 from fedloom.aggregators import similarity
 from fedloom.aggregators.block_sampling import similarities
-from fedloom.aggregators.similarity import dealt_groups, likeness, project, unlike_groups
+from fedloom.aggregators.pairs import cosines, gram
+from fedloom.aggregators.similarity import dealt_groups, project, unlike_groups
 from fedloom.engines.vectorised import VectorisedEngine, waves
 from fedloom.network import build
 from fedloom.optim import Optimizer
@@ -117,23 +119,22 @@ def test_vectors_of_all_types_and_lengths_are_compared() -> None:
             assert similarities(vectors)[0, 1] == round(float(expected), 10)
 
 
-def test_likeness_is_the_same_for_arrays_and_tensors() -> None:
+def test_cosines_are_those_of_numpy() -> None:
     vectors = np.random.default_rng(0).normal(size=(5, 30))
     vectors[3] = 0.0
-    found = likeness(vectors)
-    np.testing.assert_allclose(likeness(torch.from_numpy(vectors)).numpy(), found, atol=1e-15)
-    np.testing.assert_allclose(np.corrcoef(np.hstack([vectors, -vectors])[:3]), found[:3, :3], atol=1e-12)
-    assert not found[3].any()
-    assert not found[:, 3].any()
+    s = cosines(gram([torch.from_numpy(vectors)])).numpy()
+    np.testing.assert_allclose(np.corrcoef(np.hstack([vectors, -vectors])[:3]), s[:3, :3], atol=1e-9)
+    assert not s[3].any()
+    assert not s[:, 3].any()
 
 
 def test_projection_keeps_cosines() -> None:
     draw = torch.Generator().manual_seed(0)
     base = torch.randn(30000, generator=draw, dtype=torch.float64)
     bodies = {"w": torch.stack([base + 0.5 * torch.randn(30000, generator=draw) for _ in range(4)])}
-    exact, short = (likeness(v.numpy()) for v in (bodies["w"], project(bodies, 0)))
+    exact, short = (cosines(gram([v])) for v in (bodies["w"], project(bodies, 0)))
     assert project(bodies, 0).shape == (4, 4096)
-    assert np.abs(exact - short).max() < 0.03
+    assert float((exact - short).abs().max()) < 0.03
     assert torch.equal(project(bodies, 0), project(bodies, 0))
     assert not torch.equal(project(bodies, 0), project(bodies, 1))
     assert torch.equal(project({"w": bodies["w"][:, :50]}, 0), bodies["w"][:, :50])
@@ -212,8 +213,8 @@ def test_adapters_of_other_blocks_stay(engine: Any, optimizer: Optimizer) -> Non
 def test_clients_with_different_blocks_run_in_one_wave(method: str, step: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     widths, cut = list[int](), waves.cut
 
-    def counting(people: Any, most: int) -> Any:
-        found = cut(people, most)
+    def counting(bound: Any, people: Any, most: int) -> Any:
+        found = cut(bound, people, most)
         widths.extend(len(w) for w in found)
         return found
 
@@ -222,6 +223,22 @@ def test_clients_with_different_blocks_run_in_one_wave(method: str, step: Any, m
     alone, together = (fit(method, deep(), engine=e, **options) for e in ("loop", VectorisedEngine(step=step)))
     assert gap(everything(alone), everything(together)) < 1e-10
     assert set(widths[:3]) == {3}
+
+
+def test_a_client_is_asked_for_its_key_as_a_bool_or_in_a_wave_as_a_tensor() -> None:
+    kinds: dict[str, set[type]] = {}
+    for engine in ("loop", "vectorised"):
+        method = fl.method("fedaims")
+        (term,) = [t for t in method.objective if t.owner == "aims"]
+
+        def fn(view: Any, batch: Any, seen: Any, *carry: Any, term: Any = term, engine: str = engine) -> Any:
+            kinds.setdefault(engine, set()).add(type(seen.selects(1)))
+            return term.fn(view, batch, seen, *carry)
+
+        objective = tuple(replace(t, fn=fn) if t is term else t for t in method.objective)
+        fit(replace(method, objective=objective), deep(), engine=engine, rounds=1)
+    assert kinds["loop"] == {bool}
+    assert any(issubclass(kind, Tensor) for kind in kinds["vectorised"])  # its probe also runs single clients
 
 
 def test_adapters_and_heads_never_leave() -> None:

@@ -24,10 +24,11 @@ class ClientInputs:
 
     Args:
         own: tensors with a client axis in a wave: start, addressed, memory, swept, steps, n,
-            counts, first, noise.
+            counts, first, noise, and key in a wave of clients with different keys.
         common: tensors that all clients share: received, broadcast, gate. If the clients of a wave
             belong to several runs, these fields and lr and rates are in ``own`` instead.
-        facts: Python values: round, lr, rates, momenta, cohort, population, key, specs.
+        facts: Python values: round, lr, rates, momenta, cohort, population, specs, and key if
+            ``own`` has none.
         seen_type: the class of the values; a recording subclass while a step is traced.
     """
 
@@ -64,7 +65,7 @@ def client_inputs(
     )
     (noise,) = numbers([rng.key_of(work.seed, "noise", p.site.id, post.round) for p in people], dtype=torch.int64)
     memories = [{**bound.memory, **p.state.memory} for p in people]
-    own = {
+    own: dict[str, Any] = {
         "start": {},
         "addressed": {
             owner: {k: stack([p.addressed[owner][k] for p in people]) for k in names}
@@ -89,7 +90,11 @@ def client_inputs(
         "momenta": {name: o.momentum for name, o in optimizers.items()},
         "cohort": post.cohort,
         "population": post.population,
-        "key": people[0].key,
         "specs": bound.specs,
     }
+    if arrangement.several and bound.client_key is not None and people[0].key is not None:
+        owner, name = bound.client_key
+        own["key"] = own["addressed"][owner][name]
+    else:
+        facts["key"] = people[0].key
     return ClientInputs(own, {"received": post.leaves, "broadcast": post.broadcast, "gate": post.gate}, facts)

@@ -28,7 +28,7 @@ from fedloom.data.augment import Augmentation, key_of
 from fedloom.errors import UserError
 from fedloom.optim import Optimizer, OptState, along_clients
 from fedloom.torch_internals import pytree
-from fedloom.types import EACH, Batch, Leaves, Memory, Seen
+from fedloom.types import Batch, Leaves, Memory, Seen
 from fedloom.view import View
 
 Gradients = Callable[..., tuple[Tensor, list[Tensor | None] | None, Memory]]
@@ -184,15 +184,13 @@ class Step:
         return torch.zeros_like(noise) + number
 
     def leaves_of_other_keys(self, inputs: ClientInputs) -> Leaves:
-        """Return the leaves of one static key, and which clients of the wave have that key.
+        """Return a mask over the clients of a wave for each leaf that one static key trains.
 
-        Their gradient is zero at the other clients, but weight decay would change them there.
+        Its gradient is zero at the other clients, but weight decay would change it there.
         """
-        if inputs.facts["key"] != EACH or not any(optimizer.weight_decay for _, optimizer, _ in self.groups):
+        keys: Tensor | None = inputs.own.get("key")
+        if keys is None or not any(optimizer.weight_decay for _, optimizer, _ in self.groups):
             return {}
-        assert self.bound.told is not None
-        owner, name = self.bound.told
-        keys: Tensor = inputs.own["addressed"][owner][name]
         specs = self.bound.specs
         return {n: keys == key for n in self.phase.trained if (key := specs[n].key) is not None}
 

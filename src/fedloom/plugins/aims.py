@@ -1,9 +1,22 @@
-"""FedAIMS's intermediate supervision: prototypes, adapters, auxiliary heads, and a block per client."""
+"""FedAIMS: supervision of intermediate blocks by prototypes and auxiliary heads.
+
+The code uses the symbols of the paper (sections 3 and 4):
+
+    j, m       a block, and the number of blocks; block m ends at the head
+    u_j        pooled output of block j on a batch, written phi^j(x) in the paper; ``z`` is that of block m
+    C          global prototypes, one per class; ``known`` is 1 for the classes that have one
+    sigma_j    personal adapter of block j, which maps C to the width of u_j
+    CE_j       loss of the personal auxiliary head of block j
+    R_j        distance of u_j to its class's prototype (eqs. 5 and 8)
+    F          main task, CE + mu R_m (eq. 6)
+    A_j        auxiliary task of block j, CE_j + mu R_j (eq. 7)
+    lam        weight of F (eq. 12); ``alpha`` are the weights of all tasks (eq. 2)
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -13,79 +26,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fedloom import ops
-from fedloom.aggregators.block_sampling import block_of, sampled
+from fedloom.aggregators.block_sampling import sampled
 from fedloom.errors import Conflict, UserError
 from fedloom.record import Method
 from fedloom.registry import plugin
 from fedloom.slots import Extra, Phase, Term
 from fedloom.structure import Call, Structure
 from fedloom.taps import Tap, blocks, pooled
-from fedloom.types import EACH, Batch, Leaves, Seen
+from fedloom.types import Batch, Leaves, Seen
 from fedloom.uploads.prototypes import OWNER as PROTOTYPES
 from fedloom.uploads.prototypes import pull, with_prototypes
 from fedloom.view import View
 
 OWNER = "aims"
 HIDDEN = 64
-
-_CHOICES = {
-    "supervise": ("sampled", "full"),
-    "assign": ("cluster", "random", "round_robin"),
-    "similarity": ("raw", "delta"),
-    "prototypes": ("last", "blockwise"),
-    "aux_ce": ("head", "none", "prototype"),
-    "reduction": ("mean", "sum_dim"),
-    "when": ("before", "after"),
-    "weights": ("fixed", "adaptive"),
-}
-
-
-@dataclass(slots=True)
-class AimsOptions:
-    """Hyper-parameters of ``aims``, and the blocks that a model has."""
-
-    mu: float
-    lam: float | None
-    alpha: tuple[float, ...] | None
-    full: bool
-    blockwise: bool
-    aux_ce: str
-    sum_dim: bool
-    adaptive: bool = False
-    _seen: tuple[Call, ...] | None = None
-    _taps: tuple[Tap, ...] = field(default=())
-
-    def taps(self, structure: Structure) -> tuple[Tap, ...]:
-        """Blocks 1 .. m-1."""
-        if structure.calls is not self._seen:
-            found = blocks(structure)
-            if self.alpha is not None and len(self.alpha) != len(found) + 1:
-                raise UserError(f"aims: alpha has {len(self.alpha)} weights, but the model has {len(found) + 1} blocks")
-            self._taps, self._seen = found, structure.calls
-        return self._taps
-
-    def main(self, structure: Structure) -> float:
-        """Weight of the main task F."""
-        m = len(self.taps(structure)) + 1
-        if self.alpha is not None:
-            return self.alpha[-1]
-        return 1 / m if self.lam is None or m == 1 else self.lam
-
-    def weight(self, structure: Structure, j: int) -> float:
-        """Weight of the auxiliary task A^j."""
-        if self.alpha is not None:
-            return self.alpha[j - 1]
-        return 1 / (len(self.taps(structure)) + 1) if self.full else 1 - self.main(structure)
-
-    @property
-    def adapts(self) -> bool:
-        """Whether prototypes of the last block are mapped to the others by adapters."""
-        return not self.blockwise and self.compares
-
-    @property
-    def compares(self) -> bool:
-        """Whether prototypes are used at all."""
-        return self.mu > 0 or self.aux_ce == "prototype"
 
 
 @plugin(
@@ -133,12 +87,6 @@ def aims(
         when: prototypes are taken before local training (from the received body), or after it.
         weights: lambda and mu as they are given, or following the losses (one block per client, auxiliary heads, no lam).
     """
-    given: dict[str, str] = {"supervise": supervise, "assign": assign, "similarity": similarity}
-    given |= {"prototypes": prototypes, "aux_ce": aux_ce, "reduction": reduction, "when": when}
-    given["weights"] = weights
-    for name, value in given.items():
-        if value not in _CHOICES[name]:
-            raise UserError(f"aims: {name}={value!r}; expected {', '.join(map(repr, _CHOICES[name]))}")
     full = supervise == "full"
     if (alpha is not None and not full) or (lam is not None and full):
         raise UserError("aims: alpha goes with supervise='full', lam with supervise='sampled'")
@@ -146,38 +94,41 @@ def aims(
     if adaptive and (full or lam is not None or aux_ce != "head"):
         raise UserError("aims: weights='adaptive' goes with supervise='sampled', aux_ce='head' and without lam")
     shares = None if alpha is None else _sum_to_one(alpha)
-    plan = AimsOptions(mu, lam, shares, full, prototypes == "blockwise", aux_ce, reduction == "sum_dim", adaptive)
+    it = _Aims(mu, lam, shares, full, prototypes == "blockwise", aux_ce, reduction == "sum_dim", adaptive)
 
     def apply(method: Method) -> Method:
+        """Algorithm 1 on top of a method that samples clients, trains and averages a body."""
         if "delta" not in method.reducers():
             raise Conflict(f"'aims' cannot be stacked on {method.text!r}, which uploads no trained body")
-        names = {p.name for p in method.phases() if p.copy == "main"}
-        objective = tuple(part for t in method.objective for part in _weighted(t, plan, names))
-        method = replace(method, objective=objective, tasks=("classification", "binary"))
-        method = method.claiming("the supervision of blocks", OWNER)
-        if plan.compares:
+        method = replace(method, tasks=("classification", "binary")).claiming("the supervision of blocks", OWNER)
+        phases = {p.name for p in method.phases() if p.copy == "main"}
+        # Lines 4 and 17: supervision sampling, and the similarities that it needs.
+        if not full:
+            method = sampled(method, it.blocks, assign=assign, similarity=similarity, period=period)
+        # Lines 7, 9, 13 and 16: prototypes are received, computed, uploaded and aggregated (eqs. 3 and 4).
+        if it.compares:
             method = with_prototypes(
                 method,
                 at="start" if when == "before" else "now",
-                feature=lambda view: _features(plan, view),
-                taps=lambda s: (*(t.name for t in plan.taps(s) if plan.blockwise), "z"),
-                width=lambda s: _width(plan, s),
+                feature=it.prototype_features,
+                taps=lambda s: (*(tap.name for tap in it.blocks(s) if it.blockwise), "z"),
+                width=it.width,
             )
-        if not full:
-            method = sampled(method, plan.taps, assign=assign, similarity=similarity, period=period)
-        term = Term(
+        # Lines 10 to 12: the objective, and the adapters and auxiliary heads that it trains.
+        objective = tuple(part for term in method.objective for part in it.weighted(term, phases))
+        supervision = Term(
             owner=OWNER,
-            fn=lambda view, batch, seen: _supervision(plan, view, batch, seen),
-            phases=lambda phase, s: phase.name in names and _any(plan, s),
-            taps=lambda s: (*(t.name for t in plan.taps(s)), "z"),
+            fn=it.supervision,
+            phases=lambda phase, s: phase.name in phases and it.supervises(s),
+            taps=lambda s: (*(tap.name for tap in it.blocks(s)), "z"),
         )
-        extra = Extra(
+        personal = Extra(
             owner=OWNER,
-            build=lambda s, g: _build(plan, s, g),
+            build=it.build,
             kind="personal",
             key=None if full else lambda leaf: int(leaf.split(".")[0]),
         )
-        return method.adding(terms=(term,), extras=(extra,))
+        return replace(method, objective=objective).adding(terms=(supervision,), extras=(personal,))
 
     return apply
 
@@ -189,159 +140,190 @@ def _sum_to_one(alpha: Sequence[float]) -> tuple[float, ...]:
     return tuple(float(a) for a in alpha)
 
 
-def _any(plan: AimsOptions, structure: Structure) -> bool:
-    return plan.mu > 0 or (bool(plan.taps(structure)) and plan.aux_ce != "none")
+@dataclass(slots=True)
+class _Aims:
+    """The options of :func:`aims`, and the objective of a client."""
 
+    mu: float
+    lam: float | None
+    alpha: tuple[float, ...] | None
+    full: bool
+    blockwise: bool
+    aux_ce: str
+    sum_dim: bool
+    adaptive: bool
+    _calls: tuple[Call, ...] | None = None
+    _blocks: tuple[Tap, ...] = field(default=())
 
-def _weighted(term: Term, plan: AimsOptions, names: set[str]) -> tuple[Term, ...]:
-    """The data term times the weight of the main task in the phases of a round, as it is elsewhere; others stay."""
-    if term.role != "data":
-        return (term,)
+    @property
+    def compares(self) -> bool:
+        """Whether the objective contains prototypes."""
+        return self.mu > 0 or self.aux_ce == "prototype"
 
-    def fn(view: View, batch: Batch, seen: Seen, *carry: Leaves) -> Any:
-        value, weight = term.fn(view, batch, seen, *carry), _lambda(plan, view, seen)
-        return (_times(weight, value[0]), value[1]) if term.carry is not None else _times(weight, value)
+    @property
+    def adapts(self) -> bool:
+        """Whether adapters map the prototypes of block m to the other blocks."""
+        return not self.blockwise and self.compares
 
-    def inside(phase: Phase, structure: Structure) -> bool:
-        return phase.copy == "main" and phase.name in names
+    def blocks(self, structure: Structure) -> tuple[Tap, ...]:
+        """Return the blocks 1 .. m-1; block j has index j - 1."""
+        if structure.calls is not self._calls:  # every step asks
+            taps = blocks(structure)
+            if self.alpha is not None and len(self.alpha) != len(taps) + 1:
+                raise UserError(f"aims: alpha has {len(self.alpha)} weights, but the model has {len(taps) + 1} blocks")
+            self._blocks, self._calls = taps, structure.calls
+        return self._blocks
 
-    return (
-        replace(term, fn=fn, copy=None, phases=lambda p, s: inside(p, s) and term.enters(p, s)),
-        replace(term, copy=None, phases=lambda p, s: not inside(p, s) and term.enters(p, s)),
-    )
+    def supervises(self, structure: Structure) -> bool:
+        """Return whether :meth:`supervision` adds anything to the loss of a model."""
+        return self.mu > 0 or (bool(self.blocks(structure)) and self.aux_ce != "none")
 
+    # The objective: eq. 12, with ``supervise="full"`` eq. 2.
 
-def _width(plan: AimsOptions, structure: Structure) -> int:
-    if structure.feature is None:
-        raise UserError("aims: the model's head was not found; name it with head='...'")
-    return structure.feature + (sum(t.channels for t in plan.taps(structure)) if plan.blockwise else 0)
+    def weighted(self, term: Term, phases: set[str]) -> tuple[Term, ...]:
+        """Return a data term as ``lam CE`` in the phases of a round and as it is elsewhere; other terms as they are."""
+        if term.role != "data":
+            return (term,)
 
+        def fn(view: View, batch: Batch, seen: Seen, *carry: Leaves) -> Any:
+            CE, lam = term.fn(view, batch, seen, *carry), self.main_weight(view, seen)
+            return (lam * CE[0], CE[1]) if term.carry is not None else lam * CE
 
-def _u(view: View, tap: Tap) -> Tensor:
-    """A block's pooled output."""
-    return pooled(view.feature(tap.name), tap.axis)
+        def of_round(phase: Phase, structure: Structure) -> bool:
+            return phase.copy == "main" and phase.name in phases
 
+        return (
+            replace(term, fn=fn, copy=None, phases=lambda p, s: of_round(p, s) and term.enters(p, s)),
+            replace(term, copy=None, phases=lambda p, s: not of_round(p, s) and term.enters(p, s)),
+        )
 
-def _features(plan: AimsOptions, view: View) -> Tensor:
-    """What prototypes are means of: z, with ``blockwise`` behind the features of the other blocks."""
-    parts = [_u(view, tap) for tap in plan.taps(view.structure)] if plan.blockwise else []
-    return torch.cat([*parts, pooled(view.z)], 1)
+    def supervision(self, view: View, batch: Batch, seen: Seen) -> Tensor:
+        """``lam mu R_m + (1 - lam) A_b``, or with ``supervise="full"`` ``alpha_m mu R_m + sum_j alpha_j A_j``.
 
+        The data term adds ``lam CE``, so that the sum is Phi.
+        """
+        lam = self.main_weight(view, seen)
+        mu = self.mu * view.loss().detach() if self.adaptive else self.mu
+        Phi = torch.zeros_like(seen.n)
+        if self.mu:
+            z = pooled(view.z)
+            C_m = seen.broadcast[PROTOTYPES]["mean"][:, -z.shape[1] :]
+            Phi = lam * (mu * self.R(z, C_m, batch, seen))
+        supervised = self.supervised(view.structure, seen)
+        A = {j: A_j for j in supervised if (A_j := self.A(j, mu, view, batch, seen)) is not None}
+        if not A:
+            return Phi
+        if not self.full:
+            return Phi + (1 - lam) * select(A, seen)
+        alpha = {j: 1 / (len(self.blocks(view.structure)) + 1) if self.alpha is None else self.alpha[j - 1] for j in A}
+        if len(set(alpha.values())) == 1:
+            return Phi + alpha[1] * _sum(A.values())
+        return Phi + _sum([alpha[j] * A_j for j, A_j in A.items()])
 
-def _supervision(plan: AimsOptions, view: View, batch: Batch, seen: Seen) -> Tensor:
-    """``lambda mu R^m + sum_j weight_j A^j`` over the blocks that this client supervises."""
-    structure = view.structure
-    taps = plan.taps(structure)
-    centres = known = seen.n
-    if plan.compares:
-        shared = seen.broadcast[PROTOTYPES]
-        centres, known = shared["mean"], shared["known"]
-    main, mu = _lambda(plan, view, seen), plan.mu * view.loss().detach() if plan.adaptive else plan.mu
-    total = torch.zeros_like(seen.n)
-    if plan.mu:
-        z = pooled(view.z)
-        total = _times(main, _times(mu, _distance(plan, z, batch, centres[:, -z.shape[1] :], known)))
-    numbers = _active(plan, structure, seen)
-    begin = [0, *np.cumsum([t.channels for t in taps]).tolist()]
-    tasks: list[Tensor] = []
-    for j in numbers:
-        u = _u(view, taps[j - 1])
-        mine = centres[:, begin[j - 1] : begin[j]] if plan.blockwise else _adapter(view.leaves, j, centres, plan)
-        if plan.aux_ce == "head" and not isinstance(mu, Tensor):
-            tasks.append(_head_loss(view, u, j, (mine, known) if mu else None, mu * u.shape[1] if plan.sum_dim else mu))
-            continue
+    def main_weight(self, view: View, seen: Seen) -> float | Tensor:
+        """Return lam: as given, 1/m, or ``CE_b / (CE + CE_b)`` of this batch."""
+        m = len(self.blocks(view.structure)) + 1
+        if self.adaptive:
+            supervised = self.supervised(view.structure, seen)
+            if not supervised:
+                return 1.0
+            CE_b = select({j: self.CE(j, self.u(j, view), view).detach() for j in supervised}, seen)
+            return CE_b / (view.loss().detach() + CE_b).clamp(min=1e-12)
+        if self.alpha is not None:
+            return self.alpha[-1]
+        return 1 / m if self.lam is None or m == 1 else self.lam
+
+    def supervised(self, structure: Structure, seen: Seen) -> list[int]:
+        """Return the blocks to compute: all, or the client's; in a wave those of all its clients."""
+        numbers = range(1, len(self.blocks(structure)) + 1)
+        return [j for j in numbers if self.full or seen.selects(j) is not False]
+
+    def A(self, j: int, mu: float | Tensor, view: View, batch: Batch, seen: Seen) -> Tensor | None:
+        """``A_j = CE_j + mu R_j`` (eq. 7); None where the options leave nothing of it."""
+        u_j = self.u(j, view)
         parts = []
-        if plan.aux_ce == "head":
-            parts.append(_head_loss(view, u, j))
-        elif plan.aux_ce == "prototype":
-            parts.append(_nearest(u, batch, mine, known))
-        if plan.mu:
-            parts.append(_times(mu, _distance(plan, u, batch, mine, known)))
-        tasks += [sum(parts[1:], parts[0])] if parts else []
-    if not tasks:
-        return total
-    weights = {plan.weight(structure, j) for j in numbers}
-    if len(weights) > 1:
-        tasks = [plan.weight(structure, j) * task for j, task in zip(numbers, tasks, strict=True)]
-    aside = _own(tasks, seen)
-    return total + (aside if len(weights) > 1 else _times(1 - main if plan.adaptive else weights.pop(), aside))
+        if self.aux_ce == "head":
+            parts.append(self.CE(j, u_j, view))
+        elif self.aux_ce == "prototype":
+            parts.append(_nearest(u_j, batch, self.C(j, view, seen), seen.broadcast[PROTOTYPES]["known"]))
+        if self.mu:
+            parts.append(mu * self.R(u_j, self.C(j, view, seen), batch, seen))
+        return _sum(parts) if parts else None
+
+    def CE(self, j: int, u_j: Tensor, view: View) -> Tensor:
+        """``CE_j``: the task's loss of the auxiliary head on u_j."""
+        weight, bias = (view.leaves[f"{OWNER}:{j}.head.{part}"] for part in ("weight", "bias"))
+        return view.loss(ops.linear(u_j, weight, bias))
+
+    def R(self, u: Tensor, C: Tensor, batch: Batch, seen: Seen) -> Tensor:
+        """``R_j = 1/b sum ||C_y - u_j||^2`` (eqs. 5 and 8), over the mean of the dimensions unless ``sum_dim``."""
+        distance = pull(u, batch, C, seen.broadcast[PROTOTYPES]["known"])
+        return distance * u.shape[1] if self.sum_dim else distance
+
+    def C(self, j: int, view: View, seen: Seen) -> Tensor:
+        """Return the prototypes of block j < m: ``sigma_j(C_m)`` (eq. 8), or with ``blockwise`` its own (eq. 5)."""
+        C = seen.broadcast[PROTOTYPES]["mean"]
+        if self.blockwise:
+            widths = [tap.channels for tap in self.blocks(view.structure)]
+            return C[:, sum(widths[: j - 1]) : sum(widths[:j])]
+        hidden, out = (
+            [view.leaves[f"{OWNER}:{j}.{layer}.{part}"] for part in ("weight", "bias")] for layer in ("hidden", "out")
+        )
+        return ops.linear(F.relu(ops.linear(C, *hidden)), *out)
+
+    def u(self, j: int, view: View) -> Tensor:
+        """Return u_j, shape ``(rows, channels)``."""
+        tap = self.blocks(view.structure)[j - 1]
+        return pooled(view.feature(tap.name), tap.axis)
+
+    # Prototypes, adapters and heads.
+
+    def prototype_features(self, view: View) -> Tensor:
+        """Return the features whose means are the prototypes: z, with ``blockwise`` u_1 .. u_(m-1) and z."""
+        others = [self.u(j, view) for j in range(1, len(self.blocks(view.structure)) + 1)] if self.blockwise else []
+        return torch.cat([*others, pooled(view.z)], 1)
+
+    def width(self, structure: Structure) -> int:
+        """Return the number of columns of :meth:`prototype_features`."""
+        if structure.feature is None:
+            raise UserError("aims: the model's head was not found; name it with head='...'")
+        return structure.feature + (sum(tap.channels for tap in self.blocks(structure)) if self.blockwise else 0)
+
+    def build(self, structure: Structure, generator: np.random.Generator) -> Leaves:
+        """Build ``sigma_j = W2 relu(W1 c + b1) + b2`` and the head of each block, initialised as torch does."""
+        leaves: Leaves = {}
+
+        def linear(name: str, inputs: int, outputs: int) -> None:
+            bound = 1 / math.sqrt(inputs)
+            leaves[f"{name}.weight"] = torch.from_numpy(generator.uniform(-bound, bound, (outputs, inputs)))
+            leaves[f"{name}.bias"] = torch.from_numpy(generator.uniform(-bound, bound, (outputs,)))
+
+        for j, tap in enumerate(self.blocks(structure), start=1):
+            if self.adapts:
+                linear(f"{j}.hidden", self.width(structure), HIDDEN)
+                linear(f"{j}.out", HIDDEN, tap.channels)
+            if self.aux_ce == "head":
+                linear(f"{j}.head", tap.channels, structure.outputs)
+        return leaves
 
 
-def _times(weight: float | Tensor, value: Tensor) -> Tensor:
-    """A weight times a value: no operation where the weight is the number 1."""
-    return value if isinstance(weight, float) and weight == 1 else weight * value
+def select(tasks: dict[int, Tensor], seen: Seen) -> Tensor:
+    """Return the task of the client's block; of a wave each client's own, with no gradient to the others."""
+    masked = []
+    for j, task in tasks.items():
+        selected = seen.selects(j)
+        masked.append(torch.where(selected, task, torch.zeros_like(task)) if isinstance(selected, Tensor) else task)
+    return _sum(masked)
 
 
-def _active(plan: AimsOptions, structure: Structure, seen: Seen) -> Sequence[int]:
-    """The blocks whose tasks are computed: all, or the client's own; those of a whole wave where clients run side by side."""
-    if plan.full or seen.key == EACH:
-        return range(1, len(plan.taps(structure)) + 1)
-    return [seen.key] if isinstance(seen.key, int) else []
+def _sum(values: Iterable[Tensor]) -> Tensor:
+    first, *rest = values
+    return sum(rest, first)
 
 
-def _own(tasks: Sequence[Tensor], seen: Seen) -> Tensor:
-    """The sum of the tasks that are computed; for a client of a wave that computes all blocks' its own block's alone."""
-    if seen.key != EACH:
-        return sum(tasks[1:], tasks[0])
-    values = torch.stack(list(tasks))
-    numbers = torch.arange(1, len(tasks) + 1, device=values.device)
-    return torch.where(block_of(seen) == numbers, values, torch.zeros_like(values)).sum()
-
-
-def _lambda(plan: AimsOptions, view: View, seen: Seen) -> float | Tensor:
-    """Weight of the main task: as given, or ``CE^b / (CE + CE^b)`` of this batch."""
-    if not plan.adaptive:
-        return plan.main(view.structure)
-    asides = []
-    for j in _active(plan, view.structure, seen):
-        asides.append(_head_loss(view, _u(view, plan.taps(view.structure)[j - 1]), j).detach())
-    if not asides:
-        return 1.0
-    aside = _own(asides, seen)
-    return aside / (view.loss().detach() + aside).clamp(min=1e-12)
-
-
-def _head_loss(view: View, u: Tensor, j: int, centres: tuple[Tensor, Tensor] | None = None, mu: float = 0.0) -> Tensor:
-    """``CE^j``, the loss of block j's auxiliary head on its features; with centres and which are known ``CE^j + mu R^j``."""
-    weight, bias = (view.leaves[f"{OWNER}:{j}.head.{p}"] for p in ("weight", "bias"))
-    loss = view.loss(ops.linear(u, weight, bias))
-    return loss if centres is None else loss + mu * pull(u, view.batch, *centres)
-
-
-def _distance(plan: AimsOptions, u: Tensor, batch: Batch, centres: Tensor, known: Tensor) -> Tensor:
-    value = pull(u, batch, centres, known)
-    return value * u.shape[1] if plan.sum_dim else value
-
-
-def _nearest(u: Tensor, batch: Batch, centres: Tensor, known: Tensor) -> Tensor:
+def _nearest(u: Tensor, batch: Batch, C: Tensor, known: Tensor) -> Tensor:
     """Cross-entropy over ``-||u - C_c||^2`` of the classes with a prototype; rows of other classes add nothing."""
     y = batch.y.long()
-    logits = -((u[:, None] - centres[None]) ** 2).sum(2)
+    logits = -((u[:, None] - C[None]) ** 2).sum(2)
     logits = torch.where(known > 0, logits, torch.full_like(logits, -1e9))
     return batch.mean(known[y] * ops.cross_entropies(logits, y))
-
-
-def _adapter(leaves: Leaves, j: int, centres: Tensor, plan: AimsOptions) -> Tensor:
-    """``sigma^j(c) = W2 relu(W1 c + b1) + b2`` for every class."""
-    if not plan.adapts:
-        return centres
-    first, last = ([leaves[f"{OWNER}:{j}.{part}.{p}"] for p in ("weight", "bias")] for part in ("hidden", "out"))
-    return ops.linear(F.relu(ops.linear(centres, *first)), *last)
-
-
-def _build(plan: AimsOptions, structure: Structure, generator: np.random.Generator) -> Leaves:
-    """Adapters and auxiliary heads of the blocks 1 .. m-1, initialised as torch initialises linear layers."""
-    made: Leaves = {}
-
-    def linear(name: str, inputs: int, outputs: int) -> None:
-        bound = 1 / math.sqrt(inputs)
-        made[f"{name}.weight"] = torch.from_numpy(generator.uniform(-bound, bound, (outputs, inputs)))
-        made[f"{name}.bias"] = torch.from_numpy(generator.uniform(-bound, bound, (outputs,)))
-
-    for j, tap in enumerate(plan.taps(structure), start=1):
-        if plan.adapts:
-            linear(f"{j}.hidden", _width(plan, structure), HIDDEN)
-            linear(f"{j}.out", HIDDEN, tap.channels)
-        if plan.aux_ce == "head":
-            linear(f"{j}.head", tap.channels, structure.outputs)
-    return made

@@ -17,9 +17,9 @@ from fedloom.registry import plugin
 from fedloom.slots import Extra, Phase, Term
 from fedloom.structure import Call, Structure, matches
 from fedloom.taps import points as places
-from fedloom.taps.losses import both_terms, entropy_term, information_term, weighted_terms
+from fedloom.taps.losses import both_terms, entropy_term, information_term
 from fedloom.tasks import TASKS
-from fedloom.types import Batch, Leaves, Seen, Summary, Summed
+from fedloom.types import Batch, Leaves, Seen, Summary, TapName, summary_of
 from fedloom.view import View
 
 OWNER = "isr"
@@ -34,18 +34,14 @@ class IsrOptions:
         self,
         points: int | tuple[str, ...] | None,
         spacing: int | None,
-        position: str,
+        position: places.Position,
         alpha: Any,
         lam: Any,
         weights: str = "fixed",
     ) -> None:
-        if weights not in ("fixed", "adaptive"):
-            raise UserError(f"isr: weights={weights!r}; expected 'fixed' or 'adaptive'")
         self.adaptive = weights == "adaptive"
         self.given, self.points, self.spacing = _points(points), points, _whole("spacing", spacing)
-        if position not in ("input", "middle", "output"):
-            raise UserError(f"isr: position={position!r}; expected 'input', 'middle' or 'output'")
-        self.position: places.Position = position  # type: ignore[assignment]
+        self.position = position
         self.alpha, self.lam = _weights("alpha", alpha), _weights("lam", lam)
         lengths = {len(w) for w in (self.alpha, self.lam) if isinstance(w, tuple)}
         lengths |= {self.given} if self.given is not None else set()
@@ -154,8 +150,6 @@ def isr(
     names = (points,) if isinstance(points, str) else points
     chosen = names if names is None or isinstance(names, int) else tuple(names)
     plan = IsrOptions(chosen, spacing, position, alpha, lam, weights)
-    if adapters not in ("shared", "personal"):
-        raise UserError(f"isr: adapters={adapters!r}; expected 'shared' or 'personal'")
 
     def apply(method: Method) -> Method:
         if plan.idle:
@@ -176,19 +170,19 @@ def _term(plan: IsrOptions, i: int, method: Method) -> Term:
 
     def fn(view: View, batch: Batch, seen: Seen) -> Tensor:
         tap = plan.taps(view.structure)[i]
-        z: Tensor | Summary = view.summary(tap.name) if summed(view.structure) else _feature(view, tap.name)
-        task = view.loss().detach() if plan.adaptive else 1.0
+        summed = reads_summary(view.structure)
+        z: Tensor | Summary = view.summary(tap.name, tap.axis) if summed else _feature(view, tap.name)
+        L = view.loss().detach() if plan.adaptive else None
+        lam_m: float | Tensor = lam if L is None else lam * L
         if not plan.supervised(i, view.structure):
-            return lam * task * entropy_term(z, batch, tap.axis)
+            return lam_m * entropy_term(z, batch, tap.axis)
         weight, bias = (view.leaves[f"{OWNER}:{tap.name}.{part}"] for part in ("weight", "bias"))
-        if not plan.adaptive:
-            return weighted_terms(view, z, weight, bias, alpha, lam, tap.axis)
         if lam:
-            value, spread = both_terms(view, z, weight, bias, batch, tap.axis)
+            MI, NE = both_terms(view, z, weight, bias, batch, tap.axis)
         else:
-            value, spread = information_term(view, z, weight, bias, tap.axis), None
-        value = alpha * (task / value.detach().clamp(min=1e-12)).clamp(max=1.0) * value
-        return value if spread is None else value + lam * task * spread
+            MI, NE = information_term(view, z, weight, bias, tap.axis), None
+        alpha_m = alpha if L is None else alpha * (L / MI.detach().clamp(min=1e-12)).clamp(max=1.0)
+        return alpha_m * MI if NE is None else alpha_m * MI + lam_m * NE
 
     def enters(phase: Phase, structure: Structure) -> bool:
         taps = plan.taps(structure)
@@ -196,12 +190,12 @@ def _term(plan: IsrOptions, i: int, method: Method) -> Term:
             return False
         return _fits(method, phase, structure) and _trains(phase, structure, taps[i].name)
 
-    def taps(structure: Structure) -> tuple[str, ...]:
+    def taps(structure: Structure) -> tuple[TapName, ...]:
         tap = plan.taps(structure)[i]
-        return (Summed(tap.name) if summed(structure) else tap.name,)
+        return (summary_of(tap.name) if reads_summary(structure) and tap.axis == 1 else tap.name,)
 
-    def summed(structure: Structure) -> bool:
-        return bool(lam) and plan.taps(structure)[i].axis == 1 and structure.task != "segmentation"
+    def reads_summary(structure: Structure) -> bool:
+        return bool(lam) and structure.task != "segmentation"
 
     return Term(owner=owner, fn=fn, phases=enters, copy=None, taps=taps)
 

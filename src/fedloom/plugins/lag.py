@@ -35,221 +35,11 @@ from fedloom.uploads import unchanged
 
 OWNER = "lag"
 THETA = "value:"
-"""Prefix of the memory entry of a user: where its last round ended, the leaves one after another."""
+"""Prefix of a user's memory entry: the stored leaves at the end of its last round, as one vector."""
 PAPER = "Nguyen et al., Towards Layer-Wise Personalized Federated Learning: Adaptive Layer Disentanglement via Conflicting Gradients"
 
 Select = Literal["conflict", "first", "middle", "last"] | Sequence[str]
 Layers = dict[str, tuple[str, ...]]
-
-
-# Algorithm 2: the score of a layer.
-
-
-def conflicts(G: Tensor, xi: float = 0.0) -> Tensor:
-    """``GC_xi = #{u < v: cos(h_u, h_v) < xi}`` from the Gram matrix of a layer; a zero vector has cosine 0.
-
-    Cosines are clamped to [-1, 1] and rounded to 10 digits, so that every engine decides alike.
-
-    Example:
-        >>> h = torch.tensor([[1.0, 1.0], [-1.0, -1.0], [-1.0, 0.0]])
-        >>> conflicts(gram([h])), conflicts(gram([h]), xi=-0.8)
-        (tensor(2), tensor(1))
-
-    Reference: FedLAG, Definition 4.1.
-    """
-    return (cosines(G) < xi).triu(diagonal=1).sum()
-
-
-def variance(G: Tensor) -> Tensor:
-    """``sum_uv (||h_u||^2 - <h_u, h_v>) / U^2``: the variance of the updates over users.
-
-    Reference: FedLAG, Lemma 5.2.
-    """
-    return G.diagonal().mean() - G.sum() / len(G) ** 2
-
-
-@dataclass(frozen=True, slots=True)
-class _Lag:
-    """The options of the plug-in, and the server's side of it."""
-
-    k: int
-    xi: float
-    weights: str
-    schedule: str
-    granularity: str
-    warmup: int
-    select: str | tuple[str, ...]
-    score: str
-    require_conflict: bool
-
-    def memory(self, facts: Facts) -> Leaves:
-        """Per leaf whether it is shared (``gate:``), per layer the last score (``score:``) and their sum (``total:``).
-
-        All of it is on the host, which decides. Where users ended (``value:``) comes with their first round.
-        """
-        gated = [i.name for i in facts.structure.leaves if rankable(i) and facts.specs[i.name].kind == "shared"]
-        layers = self.layers(facts.structure, gated)
-        if not layers:
-            raise Conflict("'lag' has nothing to rank here: the method shares no layer of the model")
-        fixed = self.select != "conflict" and self.schedule == "per_round"
-        L_p = self.choose(dict.fromkeys(layers, 0.0)) if fixed else ()
-        zeros = torch.zeros(len(layers), dtype=torch.float64)
-        return {
-            **_gates(gated, _leaves(layers, L_p), facts.structure.dtype),
-            **_named("score:", layers, zeros),
-            **_named("total:", layers, zeros),
-        }
-
-    def layers(self, structure: Structure, gated: Collection[str]) -> Layers:
-        """The leaves of each layer that can be ranked, in forward order; a tensor alone with ``granularity="tensor"``."""
-        modules = {m: tuple(n for n in names if n in gated) for m, names in structure.layers().items()}
-        if self.granularity == "tensor":
-            return {name: (name,) for names in modules.values() for name in names}
-        return {module: names for module, names in modules.items() if names}
-
-    def stage(self, reduced: Message, memory: Leaves, cohort: Cohort) -> tuple[Message, Leaves]:
-        """Algorithm 1, lines 12 to 17: the mean of this round's personal layers, then the next round's personal layers."""
-        gated, h = _entries(memory, "gate:"), reduced["lag"]
-        layers = self.layers(cohort.structure, gated)
-        if self.k:
-            candidates = self.choose(dict.fromkeys(layers, 0.0)) if self.select != "conflict" else layers
-            stored = [leaf for layer in candidates for leaf in layers[layer]]
-            theta, shift = self.average(h, memory, cohort, stored, tree.zero_names(gated))
-            memory = memory | theta
-            reduced = {**reduced, "personal": shift} if shift else reduced
-        GC = self.divergence(layers, h)  # waits for the device, which has the mean to compute meanwhile
-        total = torch.stack(list(_entries(memory, "total:").values())).cpu() + GC
-        memory = memory | _named("score:", layers, GC) | _named("total:", layers, total)
-        L_p = self.next_layers(layers, GC, total, cohort) if self.k else None
-        if L_p is not None:
-            memory |= _gates(gated, _leaves(layers, L_p), next(iter(gated.values())).dtype)
-        return reduced, memory
-
-    def divergence(self, layers: Layers, h: Leaves) -> Tensor:
-        """Algorithm 2, lines 2 to 7: the score of each layer, on the host."""
-        scores = []
-        for leaves in layers.values():
-            G = gram([h[leaf] for leaf in leaves])
-            scores.append(variance(G) if self.score == "variance" else conflicts(G, self.xi))
-        numbers = torch.stack(scores).tolist()
-        if self.score == "variance":
-            numbers = [_ten_digits(number) for number in numbers]
-        return torch.tensor(numbers, dtype=torch.float64)
-
-    def average(
-        self, h: Leaves, memory: Leaves, cohort: Cohort, stored: Sequence[str], L_p: Collection[str]
-    ) -> tuple[Leaves, Leaves]:
-        """Eq. 4 of personal layers too, for new users and for layers that return: ``mean_u theta_u^(r,E) - w``.
-
-        Users send h. A user starts a personal layer where its last round ended, which the server remembers (as the
-        paper's server does), and any other layer at w.
-
-        Args:
-            h: the updates, leaf by leaf (U x shape).
-            memory: holds where the users' last rounds ended.
-            cohort: the users.
-            stored: leaves that are personal or may become so.
-            L_p: leaves that are personal in this round.
-
-        Returns:
-            Where each user ended, as memory entries, and the mean of each personal leaf relative to the server's.
-        """
-        if not stored:
-            return {}, {}
-        sizes = [cohort.leaves[leaf].numel() for leaf in stored]
-        ends = list(itertools.accumulate(sizes))
-        columns = {leaf: slice(end - size, end) for leaf, size, end in zip(stored, sizes, ends, strict=True)}
-        w = torch.cat([cohort.leaves[leaf].reshape(-1) for leaf in stored])
-        n = cohort.rows if self.weights == "samples" else [1] * len(cohort)
-        n_u = transfer.to_device_async(torch.tensor(n, dtype=w.dtype), w.device)[:, None]
-        theta, total = dict[str, Tensor](), torch.zeros_like(w)
-        some = max(1, similarity.CHUNK // len(w))  # users whose vectors are in memory together
-        for first in range(0, len(cohort), some):
-            now = slice(first, first + some)
-            users = cohort.ids[now]
-            h_u = torch.cat([h[leaf][now].reshape(len(users), -1) for leaf in stored], 1)
-            theta_u = w + h_u
-            if L_p:
-                own = torch.stack([memory.get(f"{THETA}{u}", w) for u in users])
-                for leaf in L_p:
-                    at = columns[leaf]
-                    theta_u[:, at] = own[:, at] + h_u[:, at]
-                # Differences are added up, not the models: a sum of large values in float32 would lose what they differ in.
-                total += ((theta_u - w) * n_u[now]).sum(0)
-            theta |= dict(zip([f"{THETA}{u}" for u in users], tree.copies(theta_u.unbind()), strict=True))
-        means = zip(stored, (total / sum(n)).split(sizes), strict=True)
-        return theta, {leaf: mean.view_as(cohort.leaves[leaf]) for leaf, mean in means if leaf in L_p}
-
-    def next_layers(self, layers: Layers, GC: Tensor, total: Tensor, cohort: Cohort) -> Collection[str] | None:
-        """The personal layers of the next round by the schedule; None if they stay those of this round."""
-        warmup = self.warmup if cohort.rounds is None else min(self.warmup, cohort.rounds // 2)
-        if self.schedule == "warmup_once":
-            return self.choose(dict(zip(layers, total.tolist(), strict=True))) if cohort.round == warmup + 1 else None
-        if self.schedule == "warmup_then_per_round" and cohort.round < warmup:
-            return None
-        return self.choose(dict(zip(layers, GC.tolist(), strict=True)))
-
-    def choose(self, scores: Mapping[str, float]) -> Collection[str]:
-        """Algorithm 2, line 8: L_p, the k layers with the highest scores, of equal ones the deeper; or a fixed choice."""
-        names = list(scores)
-        k = min(self.k, len(names))
-        if isinstance(self.select, tuple):
-            unknown = [n for n in self.select if n not in scores]
-            if unknown:
-                raise UserError(f"lag: select names {unknown[0]!r}; layers that can be personal are {', '.join(names)}")
-            return self.select
-        if self.select != "conflict":
-            first = {"first": 0, "middle": (len(names) - k) // 2, "last": len(names) - k}[self.select]
-            return names[first : first + k]
-        ranked = sorted(range(len(names)), key=lambda i: (-scores[names[i]], -i))
-        if self.require_conflict:
-            ranked = [i for i in ranked if scores[names[i]] > 0]
-        return [names[i] for i in ranked[:k]]
-
-    def report(self, memory: Leaves) -> dict[str, Any]:
-        """The score of each layer in this round, and the leaves that are personal in the next one."""
-        scores = {layer: value.item() for layer, value in _entries(memory, "score:").items()}
-        return {"score": scores, "personal": tree.zero_names(_entries(memory, "gate:"))}
-
-
-def _ten_digits(value: float) -> float:
-    """A sum that is rounded alike on every engine."""
-    return float(f"{max(value, 0.0):.9e}")
-
-
-def _leaves(layers: Layers, chosen: Collection[str]) -> set[str]:
-    return {leaf for layer in chosen for leaf in layers[layer]}
-
-
-def _gates(gated: Collection[str], personal: Collection[str], dtype: torch.dtype) -> Leaves:
-    """``gate:leaf``: 1 where a leaf is shared, 0 where it is personal."""
-    return _named("gate:", gated, torch.tensor([float(leaf not in personal) for leaf in gated], dtype=dtype))
-
-
-def _named(prefix: str, names: Collection[str], values: Tensor) -> Leaves:
-    """The elements of a vector under names of their own."""
-    return {f"{prefix}{name}": value.clone() for name, value in zip(names, values, strict=True)}
-
-
-def _entries(memory: Leaves, prefix: str) -> Leaves:
-    """Entries whose names begin with a prefix, without it. Those of users come last, and may be very many."""
-    found: Leaves = {}
-    for name, value in memory.items():
-        if name.startswith(THETA):
-            break
-        if name.startswith(prefix):
-            found[name[len(prefix) :]] = value
-    return found
-
-
-def gates(memory: Memory) -> Leaves:
-    """Per gated leaf 1 (shared) or 0 (personal), as the server remembers it."""
-    return _entries(memory[OWNER], "gate:")
-
-
-def rankable(leaf: LeafInfo) -> bool:
-    """Trainable leaves of the user's model, without normalisation."""
-    return leaf.trainable and not leaf.buffer and not leaf.norm and not leaf.owner
 
 
 @plugin("k >= 0", "-1 <= xi <= 2", "warmup >= 0", paper=PAPER)
@@ -313,8 +103,235 @@ def lag(
     return apply
 
 
+@dataclass(frozen=True, slots=True)
+class _Lag:
+    """The options of :func:`lag`, and the server's stage: Algorithm 1, lines 12 to 17."""
+
+    k: int
+    xi: float
+    weights: str
+    schedule: str
+    granularity: str
+    warmup: int
+    select: str | tuple[str, ...]
+    score: str
+    require_conflict: bool
+
+    def stage(self, reduced: Message, memory: Leaves, cohort: Cohort) -> tuple[Message, Leaves]:
+        """Score the layers, choose the next round's L_p, and average this round's L_p.
+
+        The mean of L_g (line 13) is that of the method; line 17 is the gate, which clients receive.
+        """
+        gates, h = _entries(memory, "gate:"), reduced["lag"]
+        layers = self.layers(cohort.structure, gates)
+        if self.k:
+            candidates = self.choose(dict.fromkeys(layers, 0.0)) if self.select != "conflict" else layers
+            stored = [leaf for layer in candidates for leaf in layers[layer]]
+            theta, shift = self.average(h, memory, cohort, stored, tree.zero_names(gates))
+            memory = memory | theta
+            reduced = {**reduced, "personal": shift} if shift else reduced
+        GC = self.divergence(layers, h)
+        total = torch.stack(list(_entries(memory, "total:").values())).cpu() + GC
+        memory = memory | _named("score:", layers, GC) | _named("total:", layers, total)
+        L_p = self.next_layers(layers, GC, total, cohort) if self.k else None
+        if L_p is not None:
+            memory |= _gates(gates, _leaves(layers, L_p), next(iter(gates.values())).dtype)
+        return reduced, memory
+
+    # Algorithm 2.
+
+    def divergence(self, layers: Layers, h: Leaves) -> Tensor:
+        """Lines 2 to 7: return the score of each layer, on the host.
+
+        Args:
+            layers: the leaves of each layer.
+            h: the updates of each leaf, shape ``(U, *shape)``.
+        """
+        scores = []
+        for leaves in layers.values():
+            G = gram([h[leaf] for leaf in leaves])
+            scores.append(variance(G) if self.score == "variance" else conflicts(G, self.xi))
+        GC = torch.stack(scores).tolist()  # waits for the device
+        return torch.tensor([_ten_digits(v) for v in GC] if self.score == "variance" else GC, dtype=torch.float64)
+
+    def choose(self, scores: Mapping[str, float]) -> Collection[str]:
+        """Line 8: return L_p, the k layers with the highest scores, of equal ones the deeper; or a fixed choice."""
+        names = list(scores)
+        k = min(self.k, len(names))
+        if isinstance(self.select, tuple):
+            unknown = [n for n in self.select if n not in scores]
+            if unknown:
+                raise UserError(f"lag: select names {unknown[0]!r}; layers that can be personal are {', '.join(names)}")
+            return self.select
+        if self.select != "conflict":
+            first = {"first": 0, "middle": (len(names) - k) // 2, "last": len(names) - k}[self.select]
+            return names[first : first + k]
+        ranked = sorted(range(len(names)), key=lambda i: (-scores[names[i]], -i))
+        if self.require_conflict:
+            ranked = [i for i in ranked if scores[names[i]] > 0]
+        return [names[i] for i in ranked[:k]]
+
+    def next_layers(self, layers: Layers, GC: Tensor, total: Tensor, cohort: Cohort) -> Collection[str] | None:
+        """Return L_p of the next round by the schedule; None if it stays as it is."""
+        warmup = self.warmup if cohort.rounds is None else min(self.warmup, cohort.rounds // 2)
+        if self.schedule == "warmup_once":
+            return self.choose(dict(zip(layers, total.tolist(), strict=True))) if cohort.round == warmup + 1 else None
+        if self.schedule == "warmup_then_per_round" and cohort.round < warmup:
+            return None
+        return self.choose(dict(zip(layers, GC.tolist(), strict=True)))
+
+    # Algorithm 1, lines 13 and 17.
+
+    def average(
+        self, h: Leaves, memory: Leaves, cohort: Cohort, stored: Sequence[str], L_p: Collection[str]
+    ) -> tuple[Leaves, Leaves]:
+        """Return where each user ended, and the mean of L_p: eq. 4 for new users and for layers that return.
+
+        Users send h. A user starts a layer of L_p where its last round ended, which the server stores (as the
+        paper's server does), and any other layer at w.
+
+        Args:
+            h: the updates of each leaf, shape ``(U, *shape)``.
+            memory: holds where the users' last rounds ended.
+            cohort: the users.
+            stored: leaves that are personal or may become so.
+            L_p: leaves that are personal in this round.
+
+        Returns:
+            ``theta_u^(r,E)`` as memory entries, and ``mean_u theta_u^(r,E) - w`` of each leaf of L_p.
+        """
+        if not stored:
+            return {}, {}
+        sizes = [cohort.leaves[leaf].numel() for leaf in stored]
+        ends = list(itertools.accumulate(sizes))
+        columns = {leaf: slice(end - size, end) for leaf, size, end in zip(stored, sizes, ends, strict=True)}
+        w = torch.cat([cohort.leaves[leaf].reshape(-1) for leaf in stored])
+        n = cohort.rows if self.weights == "samples" else [1] * len(cohort)
+        n_u = transfer.to_device_async(torch.tensor(n, dtype=w.dtype), w.device)[:, None]
+        theta, total = dict[str, Tensor](), torch.zeros_like(w)
+        count = max(1, similarity.CHUNK // len(w))  # users whose vectors are in memory together
+        for first in range(0, len(cohort), count):
+            part = slice(first, first + count)
+            users = cohort.ids[part]
+            h_u = torch.cat([h[leaf][part].reshape(len(users), -1) for leaf in stored], 1)
+            theta_u = w + h_u
+            if L_p:
+                start_u = torch.stack([memory.get(f"{THETA}{u}", w) for u in users])
+                for leaf in L_p:
+                    at = columns[leaf]
+                    theta_u[:, at] = start_u[:, at] + h_u[:, at]
+                # Add up differences, not models: a sum of large values in float32 loses small differences.
+                total += ((theta_u - w) * n_u[part]).sum(0)
+            theta |= dict(zip([f"{THETA}{u}" for u in users], tree.copies(theta_u.unbind()), strict=True))
+        means = zip(stored, (total / sum(n)).split(sizes), strict=True)
+        return theta, {leaf: mean.view_as(cohort.leaves[leaf]) for leaf, mean in means if leaf in L_p}
+
+    # Layers and memory.
+
+    def layers(self, structure: Structure, gated: Collection[str]) -> Layers:
+        """Return the leaves of each layer l, in forward order; with ``granularity="tensor"`` a leaf is a layer."""
+        modules = {m: tuple(n for n in names if n in gated) for m, names in structure.layers().items()}
+        if self.granularity == "tensor":
+            return {name: (name,) for names in modules.values() for name in names}
+        return {module: names for module, names in modules.items() if names}
+
+    def memory(self, facts: Facts) -> Leaves:
+        """Return the memory before round one, on the host.
+
+        ``gate:leaf`` says whether a leaf is shared, ``score:layer`` is the last score and ``total:layer`` the
+        sum of all. Where users ended (``value:user``) comes with their first round.
+        """
+        gated = [i.name for i in facts.structure.leaves if rankable(i) and facts.specs[i.name].kind == "shared"]
+        layers = self.layers(facts.structure, gated)
+        if not layers:
+            raise Conflict("'lag' has nothing to rank here: the method shares no layer of the model")
+        fixed = self.select != "conflict" and self.schedule == "per_round"
+        L_p = self.choose(dict.fromkeys(layers, 0.0)) if fixed else ()
+        zeros = torch.zeros(len(layers), dtype=torch.float64)
+        return {
+            **_gates(gated, _leaves(layers, L_p), facts.structure.dtype),
+            **_named("score:", layers, zeros),
+            **_named("total:", layers, zeros),
+        }
+
+    def report(self, memory: Leaves) -> dict[str, Any]:
+        """Return the score of each layer in this round, and the leaves that are personal in the next one."""
+        scores = {layer: value.item() for layer, value in _entries(memory, "score:").items()}
+        return {"score": scores, "personal": tree.zero_names(_entries(memory, "gate:"))}
+
+
+# Definition 4.1, and its alternative.
+
+
+def conflicts(G: Tensor, xi: float = 0.0) -> Tensor:
+    """Return ``GC_xi = #{u < v: cos(h_u, h_v) < xi}`` of a layer; a zero vector has cosine 0.
+
+    Cosines are rounded to 10 digits, so that every engine decides alike.
+
+    Args:
+        G: inner products ``<h_u, h_v>``, shape ``(U, U)``.
+        xi: threshold.
+
+    Example:
+        >>> h = torch.tensor([[1.0, 1.0], [-1.0, -1.0], [-1.0, 0.0]])
+        >>> conflicts(gram([h])), conflicts(gram([h]), xi=-0.8)
+        (tensor(2), tensor(1))
+
+    Reference: FedLAG, Definition 4.1.
+    """
+    return (cosines(G) < xi).triu(diagonal=1).sum()
+
+
+def variance(G: Tensor) -> Tensor:
+    """Return the variance of the updates over users, ``sum_uv (||h_u||^2 - <h_u, h_v>) / U^2``.
+
+    Reference: FedLAG, Lemma 5.2.
+    """
+    return G.diagonal().mean() - G.sum() / len(G) ** 2
+
+
+def _ten_digits(value: float) -> float:
+    """Round a score to 10 digits, so that every engine decides alike."""
+    return float(f"{max(value, 0.0):.9e}")
+
+
+def _leaves(layers: Layers, chosen: Collection[str]) -> set[str]:
+    return {leaf for layer in chosen for leaf in layers[layer]}
+
+
+def _gates(gated: Collection[str], personal: Collection[str], dtype: torch.dtype) -> Leaves:
+    """Return ``gate:leaf`` entries: 1 for a shared leaf, 0 for a personal one."""
+    return _named("gate:", gated, torch.tensor([float(leaf not in personal) for leaf in gated], dtype=dtype))
+
+
+def _named(prefix: str, names: Collection[str], values: Tensor) -> Leaves:
+    """Return the elements of a vector as memory entries."""
+    return {f"{prefix}{name}": value.clone() for name, value in zip(names, values, strict=True)}
+
+
+def _entries(memory: Leaves, prefix: str) -> Leaves:
+    """Return the entries with a prefix, without it. Entries of users come last, and may be very many."""
+    found: Leaves = {}
+    for name, value in memory.items():
+        if name.startswith(THETA):
+            break
+        if name.startswith(prefix):
+            found[name[len(prefix) :]] = value
+    return found
+
+
+def gates(memory: Memory) -> Leaves:
+    """Return 1 (shared) or 0 (personal) for each gated leaf."""
+    return _entries(memory[OWNER], "gate:")
+
+
+def rankable(leaf: LeafInfo) -> bool:
+    """Return whether a leaf is a trainable one of the user's model, without normalisation."""
+    return leaf.trainable and not leaf.buffer and not leaf.norm and not leaf.owner
+
+
 def _reweighted(method: Method, reducer: Any) -> Method:
-    """The method with other weights of its mean, unless it has weights of its own."""
+    """Return the method with other weights of its mean, unless another part has set them."""
     taken = {what for what, _ in method.claims}
     if "the reducer of the entry 'delta'" in taken:
         return method

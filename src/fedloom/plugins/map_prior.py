@@ -1,4 +1,13 @@
-"""FedMAP: every client has a model of its own, pulled towards a prior that the server learns."""
+"""FedMAP: every client has its own model, pulled towards a prior that the server learns (Algorithms 1 to 3).
+
+The code uses the symbols of the paper:
+
+    theta_k    model of client k, ``delta`` is theta_k - gamma
+    gamma      global model, the mean of the prior
+    R          ``-log rho_gamma(theta)`` without its constant; ``||theta - gamma||^2 / (2 sigma2)`` for eq. 6
+    omega_k    weight of client k (eq. 8), ``w_k`` after normalisation
+    s          what a prior learns besides gamma: variances (eq. 18); None for the other priors
+"""
 
 from __future__ import annotations
 
@@ -9,7 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fedloom.errors import Conflict, UnknownName, UserError
+from fedloom.errors import Conflict, UnknownName
 from fedloom.objectives import apart, quadratic
 from fedloom.objectives.terms import half_squares_of_all
 from fedloom.priors import PRIORS, Gaps, Gaussian, Laplace, Prior, gaussian
@@ -24,14 +33,13 @@ from fedloom.view import View
 
 OWNER = "map_prior"
 PAPER = "Zhang et al., FedMAP: Unlocking Potential in Personalized Federated Learning through Bi-Level MAP Optimization"
-OMEGAS = ("mean_loglik", "mean_loglik_n", "sum_loglik", "n", "uniform")
 
-Omega = Literal["mean_loglik", "mean_loglik_n", "sum_loglik", "n", "n_k", "uniform"]
+Omega = Literal["mean_loglik", "mean_loglik_n", "sum_loglik", "n", "uniform"]
 
 
 @dataclass(frozen=True, slots=True)
 class _Map:
-    """The options of the plug-in, and both sides of it."""
+    """The options of :func:`map_prior`, Algorithm 2 for the client and Algorithm 3 for the server."""
 
     prior: Prior
     omega: str
@@ -39,24 +47,91 @@ class _Map:
     server_steps: int
 
     @property
-    def weighted(self) -> bool:
-        """Whether clients upload their weights."""
+    def uploads_omega(self) -> bool:
+        """Whether clients upload omega_k."""
         return self.omega not in ("n", "uniform")
 
     @property
-    def plain(self) -> bool:
-        """Whether R is one number times the squared gaps of all leaves."""
-        return isinstance(self.prior, Gaussian) and not self.prior.by_leaf
+    def learns(self) -> bool:
+        """Whether the server learns s, for which clients upload squared gaps."""
+        return self.prior.needs == "moments"
 
     @property
     def reducer(self) -> Reducer:
-        """The mean ``sum_k w_k (theta_k - gamma)``, in log space where weights are uploaded."""
-        return mean("omega", log=True) if self.weighted else mean(self.omega)
+        """The mean ``sum_k w_k (theta_k - gamma)``, from logarithms of omega_k where they are uploaded."""
+        return mean("omega", log=True) if self.uploads_omega else mean(self.omega)
 
-    # The client's side.
+    # Algorithm 2, local optimisation.
+
+    def penalty(self, view: View, batch: Batch, seen: Seen) -> Tensor:
+        """Line 11: ``-log rho_gamma(theta)``, the term R of the leaves that the phase trains."""
+        names = set(self.names(seen))
+        return self.R(tuple(n for n in view.trained if n in names), view.leaves, seen)
+
+    def send(self, message: Message, memory: Leaves, seen: Seen) -> tuple[Message, Leaves]:
+        """Lines 13 and 14: send ``log omega_k`` (eq. 8) in float64, and the squared gaps that s needs."""
+        if self.uploads_omega:
+            R = self.R(self.names(seen), seen.final, seen, torch.float64).double()
+            swept = seen.swept[OWNER]
+            loss, n_k = (swept[name].reshape(seen.n.shape) for name in ("loss", "rows"))
+            log_omega = {
+                "mean_loglik": -loss / n_k - R,
+                "mean_loglik_n": -loss / n_k - R / n_k,
+                "sum_loglik": -loss - R,
+            }[self.omega]
+            message = {**message, "omega": {"weight": log_omega}}
+        if self.learns:
+            message = {**message, "squares": {n: message["delta"][n] ** 2 for n in self.names(seen)}}
+        return message, memory
+
+    def names(self, seen: Seen) -> tuple[str, ...]:
+        """Return the leaves under the prior: the mirrored trainable ones of the user's model."""
+        return seen.names("mirrored", extra=False)
+
+    def R(self, names: tuple[str, ...], theta: Leaves, seen: Seen, dtype: torch.dtype | None = None) -> Tensor:
+        """Return ``R(theta, gamma)`` over some leaves, for one client or for a wave.
+
+        Args:
+            names: the leaves.
+            theta: the client's leaves.
+            seen: holds gamma, as received.
+            dtype: type to compute in; None for that of the leaves.
+        """
+        gamma = seen.received
+        if isinstance(self.prior, Gaussian) and not self.prior.by_leaf:
+            if seen.n.dim() and names:
+                thetas, gammas = [theta[n] for n in names], [gamma[n] for n in names]
+                return self.prior.scale() * half_squares_of_all(thetas, gammas, dtype or thetas[0].dtype)
+            return self.prior.scale() * quadratic(names, theta, gamma, dtype=dtype)
+        gaps = {n: apart(theta[n], gamma[n], dtype) for n in names}
+        parts = [self.prior.penalty(gap, self.scale(n, seen), self.s(n, seen)) for n, gap in gaps.items()]
+        return torch.stack(parts).sum() if parts else torch.zeros(())
+
+    def implicit(self, phase: Phase) -> Phase:
+        """Return the phase with R taken implicitly: ``theta <- gamma + near(theta - eta g - gamma)`` after each step."""
+        before = phase.project
+
+        def project(leaves: Leaves, seen: Seen) -> Leaves:
+            theta = before(leaves, seen) if before is not None else {}
+            eta, gamma = seen.rates[phase.name], seen.received
+            for n in self.names(seen):
+                if phase.name in seen.specs[n].phases:
+                    gap = theta.get(n, leaves[n]) - gamma[n]
+                    theta[n] = gamma[n] + self.prior.near(gap, self.scale(n, seen), eta, self.s(n, seen))
+            return theta
+
+        return replace(phase, project=project)
+
+    def scale(self, name: str, seen: Seen) -> Tensor | float:
+        """Return the factor of R for a leaf."""
+        return seen.memory[OWNER][name] if self.prior.by_leaf else self.prior.scale()
+
+    def s(self, name: str, seen: Seen) -> Tensor | None:
+        """Return what the prior learned for a leaf."""
+        return seen.broadcast[OWNER][name] if self.learns else None
 
     def scales(self, facts: Facts) -> Leaves:
-        """The factor of R for each leaf, where it differs between leaves; nothing else is kept by clients."""
+        """Return the memory of a client: the factor of R for each leaf, if it differs between leaves."""
         if not any(s.phases for s in facts.specs.values() if s.kind == "mirrored" and not s.owner):
             raise Conflict("'map_prior' has nothing to act on here: no phase trains a shared leaf of the model itself")
         if not self.prior.by_leaf:
@@ -69,128 +144,75 @@ class _Map:
             for n, v in facts.travelling().items()
         }
 
-    def scale(self, name: str, seen: Seen) -> Tensor | float:
-        return seen.memory[OWNER][name] if self.prior.by_leaf else self.prior.scale()
+    # Algorithm 3, global aggregation.
 
-    def learnt(self, name: str, seen: Seen) -> Tensor | None:
-        return seen.broadcast[OWNER][name] if self.prior.needs == "moments" else None
+    def aggregate(self, reduced: Message, memory: Leaves, cohort: Cohort) -> tuple[Message, Leaves]:
+        """Line 5: move gamma to the minimiser of ``sum_k w_k R(theta_k, gamma)``, or down its slope (eq. 3).
 
-    def names(self, seen: Seen) -> tuple[str, ...]:
-        """The leaves that the prior is about: the user's trainable ones that are mirrored."""
-        return seen.names("mirrored", extra=False)
-
-    def penalty(self, names: tuple[str, ...], leaves: Leaves, seen: Seen, dtype: torch.dtype | None = None) -> Tensor:
-        """R over some leaves, computed in a type; None for that of the leaves. Of a plain prior also for all clients of a wave."""
-        gamma = seen.received
-        if self.plain:
-            if seen.n.dim() and names:
-                theirs, common = [leaves[n] for n in names], [gamma[n] for n in names]
-                return self.prior.scale() * half_squares_of_all(theirs, common, dtype or theirs[0].dtype)
-            return self.prior.scale() * quadratic(names, leaves, gamma, dtype=dtype)
-        gaps = {n: apart(leaves[n], gamma[n], dtype) for n in names}
-        parts = [self.prior.penalty(gap, self.scale(n, seen), self.learnt(n, seen)) for n, gap in gaps.items()]
-        return torch.stack(parts).sum() if parts else torch.zeros(())
-
-    def term(self, view: View, batch: Batch, seen: Seen) -> Tensor:
-        mine = set(self.names(seen))
-        return self.penalty(tuple(n for n in view.trained if n in mine), view.leaves, seen)
-
-    def implicit(self, phase: Phase) -> Phase:
-        """The phase with R taken implicitly: ``theta <- gamma + near(theta - eta g - gamma)`` after each step."""
-        before = phase.project
-
-        def project(leaves: Leaves, seen: Seen) -> Leaves:
-            changed = before(leaves, seen) if before is not None else {}
-            eta = seen.rates[phase.name]
-            for n in self.names(seen):
-                if phase.name in seen.specs[n].phases:
-                    gap = changed.get(n, leaves[n]) - seen.received[n]
-                    changed[n] = seen.received[n] + self.prior.near(gap, self.scale(n, seen), eta, self.learnt(n, seen))
-            return changed
-
-        return replace(phase, project=project)
-
-    def send(self, message: Message, memory: Leaves, seen: Seen) -> tuple[Message, Leaves]:
-        """``log omega_k`` in float64, and the squared gaps for priors that need moments."""
-        if self.weighted:
-            penalty = self.penalty(self.names(seen), seen.final, seen, torch.float64).double()
-            found = seen.swept[OWNER]
-            loss, rows = (found[k].reshape(seen.n.shape) for k in ("loss", "rows"))
-            weight = {
-                "mean_loglik": -loss / rows - penalty,
-                "mean_loglik_n": -loss / rows - penalty / rows,
-                "sum_loglik": -loss - penalty,
-            }[self.omega]
-            message = {**message, "omega": {"weight": weight}}
-        if self.prior.needs == "moments":
-            message = {**message, "squares": {n: message["delta"][n] ** 2 for n in self.names(seen)}}
-        return message, memory
-
-    # The server's side.
-
-    def learnt_at_first(self, facts: Facts) -> Leaves:
-        if self.prior.needs != "moments":
-            return self.scales(facts) if self.prior.by_leaf else {}
-        return {n: value for n, v in facts.travelling().items() if (value := self.prior.begin(v)) is not None}
-
-    def settle(self, reduced: Message, memory: Leaves, cohort: Cohort) -> tuple[Message, Leaves]:
-        """Moves gamma to the minimiser of ``sum_k w_k R(theta_k, gamma)``, or down its slope."""
-        theirs = set(cohort.structure.trainable())
-        moved, kept = dict(reduced["delta"]), dict(memory)
-        weights = self.weights(reduced, cohort) if self.prior.needs == "all" else None
+        For the Gaussian prior the minimiser is the mean that ``reduced`` holds, so that no stage is needed.
+        """
+        trainable = set(cohort.structure.trainable())
+        delta, memory = dict(reduced["delta"]), dict(memory)
+        w = self.weights(reduced, cohort) if self.prior.needs == "all" else None
         for name, value in reduced["delta"].items():
-            if name not in theirs:
+            if name not in trainable:
                 continue
             gaps = Gaps(
                 mean=value,
-                square=reduced["squares"][name] if self.prior.needs == "moments" else None,
-                each=reduced["gaps"][name].double() if weights is not None else None,
-                weights=None if weights is None else weights.to(value.device),
+                square=reduced["squares"][name] if self.learns else None,
+                each=reduced["gaps"][name].double() if w is not None else None,
+                weights=None if w is None else w.to(value.device),
             )
-            learnt = memory[name] if self.prior.needs == "moments" else None
+            s = memory[name] if self.learns else None
             scale = float(memory[name]) if self.prior.by_leaf else self.prior.scale()
-            moved[name], learnt = self.move(gaps, cohort.leaves[name], scale, learnt)
-            if learnt is not None:
-                kept[name] = learnt
-        return {**reduced, "delta": moved}, kept
+            delta[name], s = self.minimise(gaps, cohort.leaves[name], scale, s)
+            if s is not None:
+                memory[name] = s
+        return {**reduced, "delta": delta}, memory
 
-    def move(self, gaps: Gaps, gamma: Tensor, scale: float, learnt: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """One leaf."""
+    def minimise(self, gaps: Gaps, gamma: Tensor, scale: float, s: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Return the move of one leaf of gamma, and its new s."""
         if self.server_lr is None:
-            return self.prior.minimise(gaps, gamma, scale, learnt)
+            return self.prior.minimise(gaps, gamma, scale, s)
         move = torch.zeros_like(gamma)
         for _ in range(self.server_steps):
-            down, wide = self.prior.slope(gaps, gamma, move, scale, learnt)
-            move = move - self.server_lr * down
-            if learnt is not None and wide is not None:
-                learnt = self.prior.inside(learnt - self.server_lr * wide)
-        return move, learnt
+            d_gamma, d_s = self.prior.slope(gaps, gamma, move, scale, s)
+            move = move - self.server_lr * d_gamma
+            if s is not None and d_s is not None:
+                s = self.prior.inside(s - self.server_lr * d_s)
+        return move, s
 
     def weights(self, reduced: Message, cohort: Cohort) -> Tensor:
-        """Normalised w_k of the accepted replies."""
-        if self.weighted:
+        """Return ``w_k = omega_k / sum_j omega_j`` of the accepted replies."""
+        if self.uploads_omega:
             return torch.softmax(reduced["omegas"]["weight"].double().reshape(-1), 0).cpu()
-        raw = torch.tensor(cohort.rows if self.omega == "n" else [1] * len(cohort), dtype=torch.float64)
-        return raw / raw.sum()
+        omega = torch.tensor(cohort.rows if self.omega == "n" else [1] * len(cohort), dtype=torch.float64)
+        return omega / omega.sum()
+
+    def memory(self, facts: Facts) -> Leaves:
+        """Return the server's memory before round one: s, or the factors of R."""
+        if not self.learns:
+            return self.scales(facts)
+        return {n: s for n, v in facts.travelling().items() if (s := self.prior.begin(v)) is not None}
 
     def report(self, memory: Leaves) -> dict[str, Any]:
-        """Mean of what the prior learns, per leaf."""
+        """Return the mean of s, per leaf."""
         return {"s": {n: float(v.mean()) for n, v in memory.items()}}
 
 
 def log_likelihood(view: View, batch: Batch, seen: Seen) -> Leaves:
-    """Sum of the task's loss over rows, and their number: ``log P(Z_k | theta_k) = -loss``."""
+    """Return the sum of the task's loss over rows, and their number: ``log P(Z_k | theta_k) = -loss``."""
     rows = batch.count().double()
     return {"loss": view.loss().double() * rows, "rows": rows}
 
 
-def theirs(leaf: LeafInfo) -> bool:
-    """Trainable leaves of the user's model."""
+def is_parameter(leaf: LeafInfo) -> bool:
+    """Return whether a leaf is a trainable one of the user's model."""
     return leaf.trainable and not leaf.owner
 
 
-def statistics(leaf: LeafInfo) -> bool:
-    """Buffers of the user's model, which a client keeps to itself."""
+def is_buffer(leaf: LeafInfo) -> bool:
+    """Return whether a leaf is a buffer of the user's model, which does not leave the client."""
     return leaf.buffer and not leaf.owner
 
 
@@ -214,7 +236,7 @@ def map_prior(
     Args:
         sigma2: variance of the Gaussian prior; ``inf`` is local training.
         omega: the weights: ``"mean_loglik"`` exp(mean log-likelihood - R), ``"mean_loglik_n"`` with R / n_k, ``"sum_loglik"`` as printed
-            (eq. 8: hands nearly all weight to the smallest client), ``"n"`` or ``"n_k"`` rows (what the authors' code ran), or ``"uniform"``. They are
+            (eq. 8: hands nearly all weight to the smallest client), ``"n"`` rows (what the authors' code ran), or ``"uniform"``. They are
             kept as logarithms in float64.
         prior: another prior: ``fl.gaussian``, ``fl.learnable_gaussian``, ``fl.laplace``, ``fl.student_t``, or its name.
         start: a client goes on from its ``"own"`` model (Algorithm 2) or from ``"gamma"``.
@@ -230,17 +252,11 @@ def map_prior(
         >>> print(fl.compose(fl.fedrep(), fl.map_prior(sigma2=1.0)))
         fedrep() + map_prior(sigma2=1.0)
     """
-    chosen, omega = named(prior, sigma2), "n" if omega == "n_k" else omega
-    for name, value, allowed in (
-        ("omega", omega, OMEGAS),
-        ("start", start, ("own", "gamma")),
-        ("init", init, ("model", "client")),
-    ):
-        if value not in allowed:
-            raise UserError(f"map_prior: {name}={value!r}; expected {', '.join(allowed)}")
-    taken = isinstance(chosen, Laplace) if implicit is None else implicit
-    if taken:
-        chosen.near(torch.zeros(1), 1.0, 0.0, torch.zeros(1))
+    chosen = named(prior, sigma2)
+    if implicit is None:
+        implicit = isinstance(chosen, Laplace)
+    if implicit:
+        chosen.near(torch.zeros(1), 1.0, 0.0, torch.zeros(1))  # raises if the prior has no implicit step
     it = _Map(chosen, omega, server_lr, server_steps)
 
     def apply(method: Method) -> Method:
@@ -248,38 +264,54 @@ def map_prior(
             method = method.claiming(part, OWNER)
         if "delta" not in method.reducers():
             raise Conflict(f"'map_prior' cannot be stacked on {method.text!r}, which uploads no trained leaf")
+        # Algorithm 3 for the Gaussian prior: eq. 9.
         method = method.replacing_reducer(OWNER, "delta", it.reducer)
-        entries = {"omega": maximum()} if it.weighted else {}
-        also = {"gaps": ("delta", stack())} if chosen.needs == "all" else {}
-        if also and it.weighted:
-            also["omegas"] = ("omega", stack())
-        if chosen.needs == "moments":
-            entries["squares"] = it.reducer
+        # Every client has its own theta_k, and sends it.
         method = method.adding(
             rules=(
-                Rule(owner=OWNER, pattern=theirs, kind="mirrored", only="shared"),
-                Rule(owner=OWNER, pattern=statistics, kind="personal", only="shared", optional=True),
-            ),
-            terms=() if taken or chosen.flat else (Term(owner=OWNER, fn=it.term, phases=_not_first),),
-            stages=(Stage(owner=OWNER, fn=it.send, entries=entries, also=also, memory=it.scales),),
-        )
-        if server_lr is not None or not isinstance(chosen, Gaussian):
-            method = method.adding(server=(_stage(it),))
-        if chosen.needs == "moments":
-            method = method.adding(
-                prepare=(Prepare(owner=OWNER, fn=lambda m, cohort: Prepared(memory=m, broadcast=m)),)
+                Rule(owner=OWNER, pattern=is_parameter, kind="mirrored", only="shared"),
+                Rule(owner=OWNER, pattern=is_buffer, kind="personal", only="shared", optional=True),
             )
-        if it.weighted:
-            method = method.sweeping(Sweep(name=OWNER, fn=log_likelihood))
+        )
+        # Algorithm 1, lines 3 to 5.
         if init == "client":
-            method = _begun(method)
-        return _scheduled(method, it, renew=start == "gamma", implicit=taken and not chosen.flat)
+            method = _begin_with_one_client(method)
+        # Algorithm 2.
+        program: Program = method.schedule.round
+        if start == "gamma":
+            program = tuple(replace(step, mirrored=True) if isinstance(step, Receive) else step for step in program)
+        if implicit and not chosen.flat:
+            program = tuple(
+                it.implicit(step) if isinstance(step, Phase) and step.copy == "main" else step for step in program
+            )
+        method = replace(method, schedule=replace(method.schedule, round=program))
+        if not implicit and not chosen.flat:
+            method = method.adding(terms=(Term(owner=OWNER, fn=it.penalty, phases=_not_first),))
+        entries: dict[str, Reducer] = {"omega": maximum()} if it.uploads_omega else {}
+        also = {"gaps": ("delta", stack())} if chosen.needs == "all" else {}
+        if it.uploads_omega:
+            method = method.sweeping(Sweep(name=OWNER, fn=log_likelihood))
+            if also:
+                also["omegas"] = ("omega", stack())
+        if it.learns:
+            entries["squares"] = it.reducer
+        method = method.adding(stages=(Stage(owner=OWNER, fn=it.send, entries=entries, also=also, memory=it.scales),))
+        # Algorithm 3 for the other priors, and for steps down the slope.
+        if server_lr is not None or not isinstance(chosen, Gaussian):
+            memory = it.memory if it.learns or chosen.by_leaf else None
+            report = it.report if it.learns else None
+            method = method.adding(server=(ServerStage(owner=OWNER, fn=it.aggregate, memory=memory, report=report),))
+        if it.learns:
+            method = method.adding(
+                prepare=(Prepare(owner=OWNER, fn=lambda s, cohort: Prepared(memory=s, broadcast=s)),)
+            )
+        return method
 
     return apply
 
 
 def named(prior: Prior | str | None, sigma2: float) -> Prior:
-    """The prior that is meant."""
+    """Return the prior of a name; the Gaussian by default."""
     if prior is None:
         return gaussian(sigma2)
     if isinstance(prior, Prior):
@@ -293,24 +325,8 @@ def _not_first(phase: Phase, structure: Structure) -> bool:
     return phase.name != "first"
 
 
-def _begun(method: Method) -> Method:
-    """The method with a setup in which one client trains once without the prior, and its model becomes everybody's."""
+def _begin_with_one_client(method: Method) -> Method:
+    """Add a setup in which one client trains without the prior and all clients take its model."""
     program = (Receive(), Phase(name="first", stream="first"), Send())
     method = method.replacing_schedule(OWNER, setup=program, setup_by="one")
     return method.adding(stages=(replace(send_model("uniform", buffers="uniform"), when="setup"),))
-
-
-def _stage(it: _Map) -> ServerStage:
-    learns = it.prior.needs == "moments"
-    kept = it.learnt_at_first if learns or it.prior.by_leaf else None
-    return ServerStage(owner=OWNER, fn=it.settle, memory=kept, report=it.report if learns else None)
-
-
-def _scheduled(method: Method, it: _Map, *, renew: bool, implicit: bool) -> Method:
-    """The method with the round that its options ask for."""
-    steps: Program = method.schedule.round
-    if renew:
-        steps = tuple(replace(s, mirrored=True) if isinstance(s, Receive) else s for s in steps)
-    if implicit:
-        steps = tuple(it.implicit(s) if isinstance(s, Phase) and s.copy == "main" else s for s in steps)
-    return replace(method, schedule=replace(method.schedule, round=steps))

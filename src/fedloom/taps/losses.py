@@ -62,16 +62,6 @@ def both_terms(
     return information_term(view, found, weight, bias), entropy_term(found, batch)
 
 
-def weighted_terms(
-    view: View, z: Tensor | Summary, weight: Tensor, bias: Tensor, alpha: float, lam: float, axis: int = 1
-) -> Tensor:
-    """``alpha MI_m + lambda NE_m`` of one feature."""
-    if not lam:
-        return alpha * information_term(view, z, weight, bias, axis)
-    information, entropy = both_terms(view, z, weight, bias, view.batch, axis)
-    return alpha * information + lam * entropy
-
-
 def _means(z: Tensor | Summary, axis: int) -> Tensor:
     return z[0] if isinstance(z, tuple) else pooled(z, axis)
 

@@ -177,7 +177,7 @@ class CapturedSteps:
         """The captured runner; in a phase's first round the eager one, which shows what the objective reaches."""
         if step.phase.phase.until is not None:
             return start_eager(step, start, inputs, schedule)
-        name = (step.bound, step.phase.phase.name, inputs.facts["key"])
+        name = (step.bound, step.phase.phase.name, inputs.facts.get("key"))
         steps: Any = schedule("narrow")
         if name not in self.reached:
             return FirstRound(EagerRunner(step, start, inputs, steps), self.reached, name)
@@ -192,7 +192,7 @@ class CapturedSteps:
     def accumulate(self, statistic: Statistic, leaves: Leaves, inputs: ClientInputs, schedule: Any) -> Leaves:
         """The sums of a sweep. The first one with tensors of this layout runs eagerly, which shows what it adds up."""
         values = (leaves, inputs.own, inputs.common)
-        facts = (inputs.facts["key"], inputs.facts["cohort"], inputs.facts["population"])
+        facts = (inputs.facts.get("key"), inputs.facts["cohort"], inputs.facts["population"])
         key = (statistic.bound, statistic.step, facts, layout(values))
         buffers = self.sweeps.get(key)
         if buffers is None or key in self.refused:

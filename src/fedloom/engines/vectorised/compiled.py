@@ -122,7 +122,7 @@ def _program(
     phase = step.phase.phase.name
     flat, spec = pytree.tree_flatten((_read_only(state, inputs), _changing(state), list(moving)))
     shapes = tuple([(t.shape, t.dtype) for t in flat])
-    key = ("compiled", step.bound, phase, inputs.facts["key"], spec, shapes)
+    key = ("compiled", step.bound, phase, inputs.facts.get("key"), spec, shapes)
     program: Program | None = store.programs.get(key)
     if program is not None and constants(inputs, program.touched) == program.values:
         return program

@@ -98,10 +98,7 @@ class VectorisedEngine(Engine):
     def _waves(
         self, bound: Bound, work: Work, people: Sequence[Participant], device: torch.device
     ) -> list[list[Participant]]:
-        return waves.cut(
-            waves.side_by_side(bound, people),
-            self.wave or self._most(bound, work, people, transfer.device_kind(device)),
-        )
+        return waves.cut(bound, people, self.wave or self._most(bound, work, people, transfer.device_kind(device)))
 
     def _most(self, bound: Bound, work: Work, people: Sequence[Participant], device: str) -> int:
         rows = max([len(p.site.train) for p in people])
@@ -130,7 +127,7 @@ class VectorisedEngine(Engine):
         def start(step: Step, start: PhaseStart, inputs: ClientInputs, schedule: ScheduleOf) -> StepRunner:
             phase = step.phase.phase
             steps: Any = None
-            name = (step.bound, phase.name, inputs.facts["key"])
+            name = (step.bound, phase.name, inputs.facts.get("key"))
             compiled = traces.compiled and phase.until is None and not work.keep_optimizer
             if compiled:
                 steps = schedule("fixed")

@@ -90,7 +90,7 @@ class Traces:
         """Return a trace for these arguments; None if it failed or changes too often."""
         flat, spec = pytree.tree_flatten((fixed, moving))
         shapes = tuple((t.shape, t.dtype) for t in flat)
-        key = (step.bound, step.phase.phase.name, inputs.facts["key"], spec, shapes)
+        key = (step.bound, step.phase.phase.name, inputs.facts.get("key"), spec, shapes)
         trace = self._traces.get(key)
         if trace is None and key in self._traces:
             return None

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 from fedloom.bound import Bound
-from fedloom.types import EACH
 from fedloom.work import Participant, Work
 
 BUDGET = {"cpu": 2 << 30, "cuda": 32 << 30}
@@ -33,23 +32,19 @@ def wave_size(bound: Bound, work: Work, rows: int, device: str) -> int:
     return max(1, budget // max(1, client_bytes(bound, work, rows)))
 
 
-def side_by_side(bound: Bound, people: Sequence[Participant]) -> list[Participant]:
-    """Return the participants, with one key if client code reads the keys from a tensor."""
-    if bound.told is None:
-        return list(people)
-    keys = [None if p.key is None else EACH for p in people]
-    return [Participant(p.site, p.state, p.addressed, key, p.share) for p, key in zip(people, keys, strict=True)]
+def cut(bound: Bound, people: Sequence[Participant], most: int) -> list[list[Participant]]:
+    """Split clients into waves of at most ``most`` clients.
 
-
-def cut(people: Sequence[Participant], most: int) -> list[list[Participant]]:
-    """Split clients into waves of at most ``most`` clients with one static key.
-
-    Waves of a key have about equal size. Clients are sorted by training rows, largest first, so that
-    a wave narrows as clients run out of rows.
+    Clients with different static keys share a wave only if client code finds the keys in a tensor.
+    Waves have about equal size. Clients are sorted by training rows, largest first, so that a wave
+    narrows as clients run out of rows.
     """
+    groups: dict[Hashable, list[Participant]] = {}
+    for person in people:
+        groups.setdefault(person.key if bound.client_key is None else None, []).append(person)
     waves: list[list[Participant]] = []
-    for key in dict.fromkeys(p.key for p in people):
-        group = sorted((p for p in people if p.key == key), key=lambda p: -p.share * len(p.site.train))
+    for group in groups.values():
+        group.sort(key=lambda p: -p.share * len(p.site.train))
         count = -(-len(group) // most)
         size = -(-len(group) // count)
         waves += [group[i : i + size] for i in range(0, len(group), size)]
