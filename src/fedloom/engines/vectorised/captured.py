@@ -328,7 +328,7 @@ class CapturedRunner:
             written = set(state.written)
             step.take(state.front(slot.clients), inputs.front(slot.clients), Batch.unpacked(packed), active)
             if state.written != written:
-                raise ValueError("a projection changes other leaves than in round 1")
+                raise ValueError("a projection changes a leaf that it did not change in the first round")
             batches.place.add_(1)
 
         return body
