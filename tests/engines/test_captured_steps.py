@@ -195,7 +195,7 @@ def test_all_kinds_of_steps_change_the_same_fields(
     optimizer = fl.adam(1e-2, weight_decay=1e-3)
     data = federation((8, 8, 7))
     run = run_of(fit(method_with_everything(), model, data, rounds=1, epochs=1, optimizer=optimizer))
-    desk = run.desk(next(iter(run.sites)))
+    client = run.desk(next(iter(run.sites)))
     draw = torch.Generator().manual_seed(0)
     kinds = list[str]()
 
@@ -235,8 +235,8 @@ def test_all_kinds_of_steps_change_the_same_fields(
         return start_eager(step, start, inputs, schedule)
 
     people = [run.participant(name) for name in run.sites]
-    clients = ClientRunner(desk.bound, desk.work, desk.post, people, ManyClients(RowCache()), start_all)
-    clients.run(desk.bound.method.schedule.round)
+    clients = ClientRunner(client.bound, client.work, client.post, people, ManyClients(RowCache()), start_all)
+    clients.run(client.bound.method.schedule.round)
     assert kinds == ["captured", "captured again", "compiled"]
 
 

@@ -18,7 +18,7 @@ BUFFER_BYTES = 1 << 25
 BUFFER_STEPS = 16
 """Most steps in a buffer."""
 BUFFER_LIMIT = 32
-"""Most buffers that the graphs of a phase or sweep read. Clients of ever new sizes need ever new ones."""
+"""Most buffers that the graphs of a phase or sweep read. Clients of new sizes need new ones."""
 
 
 class BatchBuffer:
@@ -115,14 +115,14 @@ class BatchBuffer:
 
 
 def _as_words(values: Tensor, axes: int) -> Tensor:
-    """View the elements behind the first axes as 8-byte words where they fit: fewer elements to copy."""
+    """View the elements behind the first axes as 8-byte words if they fit: a faster copy."""
     whole = values.dim() > axes and values.element_size() < 8
     whole = whole and values.shape[-1] * values.element_size() % 8 == 0
     return values.view(torch.int64) if whole else values
 
 
 class BatchBuffers:
-    """The buffers of a run by the shape of their batches. A buffer lives as long as a graph reads it."""
+    """The buffers of a run by the shape of their batches. A buffer lives while a graph reads it."""
 
     def __init__(self) -> None:
         self._buffers: WeakValueDictionary[Hashable, BatchBuffer] = WeakValueDictionary()

@@ -216,7 +216,10 @@ class StepBuffers:
         return moments
 
     def mutable(self) -> list[Tensor]:
-        """Return all tensors that a step changes: the dry run before a capture is undone in these."""
+        """Return all tensors that a step changes. A dry run is undone in these.
+
+        A new field of :class:`StepState` that steps change belongs here, as in its ``front``.
+        """
         state = self.state
         leaves = [state.leaves[n] for n in sorted(state.written)]
         carry = pytree.tree_leaves(state.carry)
@@ -316,7 +319,7 @@ class CapturedSteps:
             self._garbage = True
 
     def batches_of(self, schedule: WaveSchedule, graphs: Graphs) -> BatchBuffer:
-        """Return the buffer that graphs read for a schedule. Evict graphs that read too many others."""
+        """Return the buffer of a schedule. Evict graphs of the least recently used other one."""
         buffer = self.batches.get_or_create(schedule)
         self._garbage |= evict_graphs(graphs, buffer)
         return buffer
@@ -423,7 +426,7 @@ class CapturedWave:
         """Add up the sums of a sweep, eagerly until it has run often enough to be captured."""
         store, judges = self.store, isinstance(statistic.step, Judge)
         parts = self.flatten(statistic.bound, leaves, inputs, own_leaves=not judges)
-        # The types of sums may depend on masks: ``Batch.count`` has that of the mask where there is one.
+        # The types of sums may depend on masks: `Batch.count` has the type of the mask.
         masks = frozenset([slot.padded for slot in schedule.slots])
         facts = (*_numbers(inputs), inputs.facts["key"])
         key = (statistic.bound, statistic.step, facts, masks, store.layout(parts))

@@ -20,7 +20,7 @@ from fedloom.work import Participant, Work
 
 
 class BatchPrefetcher:
-    """Computes the schedule of the first phase of a round for its first wave, before the round begins.
+    """Schedules the first phase of a round for its first wave before the round begins.
 
     Args:
         rows: joined rows of waves.
@@ -49,7 +49,7 @@ class BatchPrefetcher:
     def take(
         self, bound: Bound, work: Work, round: int, program: Program, wave: Sequence[Participant]
     ) -> Mapping[str, WaveSchedule]:
-        """Return the schedule by the name of its phase, once, if it is of this program, round and wave."""
+        """Return the schedule by its phase, once, if it is of this program, round and wave."""
         if self._next is None:
             return {}
         key, name, schedule = self._next

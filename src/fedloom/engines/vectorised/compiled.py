@@ -154,7 +154,7 @@ def _program(
 
     try:
         graph = make_fx(full, tracing_mode="fake", _allow_non_fake_inputs=True)(*[t.detach() for t in flat])
-        kept = tidy(graph)
+        kept = tidy(graph)  # before anybody reads `graph.forward`: it recompiles the graph
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the compiler's own, about its insides
             compiled = fused(graph, [flat[i].detach().contiguous() for i in kept])
@@ -177,6 +177,7 @@ def _read_only(state: StepState, inputs: ClientInputs) -> Any:
 
 
 def _changing(state: StepState) -> Any:
+    # A new field of the state that steps change belongs here, as in `StepState.front`.
     leaves = {n: state.leaves[n] for n in sorted(state.written)}
     return leaves, [(g.state.slots, g.state.step) for g in state.groups or ()], state.carry, state.total, state.number
 

@@ -167,6 +167,8 @@ class VectorisedEngine(Engine):
             name = (step.bound, phase.name, inputs.facts["key"])
             compiled = traces.compiled and phase.until is None and not work.keep_optimizer
             if compiled:
+                # The eager first round has the same shapes: masks are always there, so its last
+                # bits differ from those of mapped steps.
                 steps = schedule("fixed")
                 if name in self.reached:
                     runner = start_compiled(step, start, inputs, steps, self.reached[name], traces)
