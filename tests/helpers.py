@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 import fedloom as fl
-from fedloom.engines.vectorised.captured import CapturedRunner
 from fedloom.run import Run
 from fedloom.types import Leaves
 
@@ -124,40 +123,6 @@ def everything(result: fl.Result) -> dict[str, Tensor]:
         found |= {f"{name} {k}": v for k, v in state.leaves.items()}
         found |= {f"{name} {o} {k}": v for o, m in state.memory.items() for k, v in m.items()}
     return found
-
-
-def questions_of_rounds(
-    monkeypatch: pytest.MonkeyPatch, known: Callable[[Tensor], bool] = lambda value: False
-) -> tuple[list[list[str]], Callable[[Any], None]]:
-    """How often the host asks for values in each round, steps left out, and a callback of the run that closes a round.
-
-    What is ``known`` to the host already is no question.
-    """
-    waits, inside, rounds, plain_step = list[str](), list[bool](), list[list[str]](), CapturedRunner.run
-
-    def counting(name: str) -> None:
-        plain = getattr(torch.Tensor, name)
-
-        def ask(self: Tensor, *args: Any) -> Any:
-            if not inside and not known(self):
-                waits.append(name)
-            return plain(self, *args)
-
-        monkeypatch.setattr(torch.Tensor, name, ask)
-
-    def step(self: CapturedRunner, *args: Any) -> None:
-        inside.append(True)
-        plain_step(self, *args)
-        inside.clear()
-
-    def after(record: Any) -> None:
-        rounds.append([*waits])
-        waits.clear()
-
-    monkeypatch.setattr(CapturedRunner, "run", step)
-    for name in ("item", "tolist", "__bool__", "__float__", "__int__", "cpu"):
-        counting(name)
-    return rounds, after
 
 
 def mostly_slow(cases: Iterable[str], kept: Iterable[str]) -> list[Any]:

@@ -1,4 +1,4 @@
-"""The kernels are a package of their own: nothing imports it, and without it everything runs by the plain formulas."""
+"""The GPU package is optional: no core module imports it, and without it all methods run."""
 
 from __future__ import annotations
 
@@ -43,23 +43,28 @@ def sums(method, engine):
     return [float(v.double().abs().sum()) for v in result.run.state.leaves.values()]
 
 found = {f"{engine} {method}": sums(method, engine) for engine in ("loop", "vectorised") for method in METHODS}
+loaded = "fedloom.gpu" in sys.modules
+from fedloom.engines.vectorised import VectorisedEngine
+captures = VectorisedEngine()._captured_steps(torch.device("cuda")) is not None
+print(json.dumps([fl.__file__, loaded, captures, found]))
 """
 
 
-def test_runs_without_the_kernels(tmp_path: Path) -> None:
-    """As with them, to the last bit, on both engines."""
+def test_runs_without_the_package(tmp_path: Path) -> None:
+    """Without the folder, runs on a CPU give equal bits on both engines, and no device captures steps."""
     folder = shutil.copytree(PACKAGE, tmp_path / "fedloom", ignore=shutil.ignore_patterns("gpu", "__pycache__"))
     assert not (folder / "gpu").exists()
     found = []
     for path in (tmp_path, PACKAGE.parent):
-        code = f"METHODS = {METHODS!r}\n{SCRIPT}\nprint(json.dumps([fl.__file__, 'fedloom.gpu' in sys.modules, found]))"
+        code = f"METHODS = {METHODS!r}\n{SCRIPT}"
         paths = os.pathsep.join([str(path), *filter(None, [os.environ.get("PYTHONPATH")])])
         environment = {**os.environ, "PYTHONPATH": paths, "TRITON_INTERPRET": "0"}
         done = subprocess.run([sys.executable, "-P", "-c", code], env=environment, capture_output=True, text=True)
         assert not done.returncode, done.stderr
-        where, loaded, sums = json.loads(done.stdout.splitlines()[-1])
+        where, loaded, captures, sums = json.loads(done.stdout.splitlines()[-1])
         assert Path(where).is_relative_to(path)
-        assert not loaded  # on a CPU nobody asks for them
+        assert not loaded  # runs on a CPU do not import it
+        assert captures == (path != tmp_path)
         found.append(sums)
     assert found[0] == found[1]
 
@@ -76,7 +81,7 @@ def imported(tree: ast.AST, package: tuple[str, ...]) -> Iterator[str]:
             yield from (f"{start}.{alias.name}" for alias in node.names)
 
 
-def test_no_other_package_imports_the_kernels() -> None:
+def test_no_other_package_imports_it() -> None:
     for path in sorted(PACKAGE.rglob("*.py")):
         inside = path.relative_to(PACKAGE.parent).parent.parts
         if inside[:2] == ("fedloom", "gpu"):

@@ -112,8 +112,8 @@ def texts() -> list[str]:
     return [name + ARGUMENTS.get(name, "") for name in fl.list_methods()] + list(STACKS)
 
 
-def play(text: str, network: str, engine: str, precision: str = "fp32", **options: Any) -> fl.Result:
-    """Run one case."""
+def play(text: str, network: str, engine: Any, precision: str = "fp32", **options: Any) -> fl.Result:
+    """Run one case on an engine, or on the one of a name."""
     make_model, shape, settings = NETWORKS[network]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -121,7 +121,7 @@ def play(text: str, network: str, engine: str, precision: str = "fp32", **option
             text,
             make_model,
             make_federation(shape),
-            engine=make_engine(engine),
+            engine=make_engine(engine) if isinstance(engine, str) else engine,
             precision=precision,
             batch_size=4,
             progress=False,

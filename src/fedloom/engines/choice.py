@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from fedloom import transfer
 from fedloom.engines.base import Engine
+from fedloom.engines.load import load
 from fedloom.engines.loop import LoopEngine
 from fedloom.engines.vectorised.engine import VectorisedEngine
 from fedloom.engines.vectorised.probe import probe, said
@@ -139,11 +140,8 @@ def resolve(
     if engine not in ("auto", "loop", "vectorised", "flower"):
         raise UserError(f"engine={engine!r}: expected auto, loop, vectorised or flower")
     if engine == "flower":
-        from fedloom.engines.flower import LocalEngine
-
-        return LocalEngine(), EnginePlan(
-            engine="loop", why="every client a site in this process, through Flower's messages"
-        )
+        why = "every client a site in this process, through Flower's messages"
+        return load("engines.flower").LocalEngine(), EnginePlan(engine="loop", why=why)
     if saved is not None:
         return _again(run, EnginePlan(**saved), head, asked=engine == "vectorised")
     if workers and engine == "vectorised":

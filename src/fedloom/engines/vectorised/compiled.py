@@ -147,7 +147,7 @@ def _program(
 
     try:
         graph = trace_graph(full, flat)
-        arguments = tidy(graph)
+        arguments = tidy(graph)  # before `graph.forward` is read: it recompiles the graph
         with torch.no_grad():
             compiled = fused(graph, [flat[i].detach().contiguous() for i in arguments])
     except Exception as error:
@@ -172,6 +172,7 @@ def _read_only(state: StepState, inputs: ClientInputs) -> Any:
 
 def _changing(state: StepState) -> Any:
     """Return the tensors that a step changes."""
+    # A new field of the state that steps change belongs here, as in `StepState.front`.
     leaves = {n: state.leaves[n] for n in sorted(state.written)}
     return leaves, [(g.state.slots, g.state.step) for g in state.groups or ()], state.carry, state.total, state.number
 

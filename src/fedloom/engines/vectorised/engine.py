@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Hashable, Sequence
-from typing import Any, Literal
+import importlib.util
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, Literal, Protocol
 
 import torch
 
 from fedloom import transfer
 from fedloom.bound import Bound
+from fedloom.clients.arrangement import BatchSchedule
 from fedloom.clients.inputs import ClientInputs
 from fedloom.clients.runner import ClientRunner
 from fedloom.clients.step import EagerRunner, PhaseStart, ScheduleOf, StartSteps, Step, StepRunner, start_eager
 from fedloom.clients.sweep import Accumulate, add_up
 from fedloom.engines.base import Engine
+from fedloom.engines.load import load
 from fedloom.engines.vectorised import waves
 from fedloom.engines.vectorised.arrangement import ManyClients
-from fedloom.engines.vectorised.captured import CapturedSteps
 from fedloom.engines.vectorised.compiled import start_compiled
 from fedloom.engines.vectorised.first_round import FirstRound, Reached
-from fedloom.engines.vectorised.prefetch import Prefetched
 from fedloom.engines.vectorised.rows import SWEEP_GRAIN, RowCache
 from fedloom.engines.vectorised.traced import TRACE_STEPS, TracedGradients, Traces
 from fedloom.errors import FedloomError, RunError, UserError
@@ -28,6 +29,36 @@ from fedloom.slots import Program
 from fedloom.work import Participant, Post, Reply, Work
 
 StepKind = Literal["auto", "mapped", "traced", "compiled", "graphed"]
+
+
+class WaveRunners(Protocol):
+    """What executes the steps of a wave, and what adds up its sweeps."""
+
+    start: StartSteps
+    accumulate: Accumulate
+
+
+class CapturedSteps(Protocol):
+    """Interface of the GPU package: captured steps and sweeps of a run, and prefetched batches.
+
+    :mod:`fedloom.gpu.captured_steps` implements it.
+    """
+
+    notes: list[str]
+
+    def wave(self) -> WaveRunners:
+        """Return what runs the phases and sweeps of one wave."""
+
+    def prefetch(self, bound: Bound, work: Work, round: int, wave: Sequence[Participant]) -> None:
+        """Prefetch the batches of the first phase of a round. Changes no number."""
+
+    def take_schedules(
+        self, bound: Bound, work: Work, round: int, program: Program, wave: Sequence[Participant]
+    ) -> Mapping[str, BatchSchedule]:
+        """Return the prefetched schedules of a program by their phases."""
+
+    def clear(self) -> None:
+        """Drop all tensors and graphs."""
 
 
 class VectorisedEngine(Engine):
@@ -61,8 +92,7 @@ class VectorisedEngine(Engine):
         self.step, self.wave = step, wave
         self.rows = RowCache()
         self.traces = None if step == "mapped" else Traces(TRACE_STEPS if step == "auto" else 1, step == "compiled")
-        self.captured = CapturedSteps()
-        self.prefetched = Prefetched(self.rows, self.captured.batches)
+        self.captured: CapturedSteps | None = None
         self.reached: Reached = {}
         self._sizes: dict[Hashable, tuple[Bound, Work, int]] = {}
         self.events: list[str] = []
@@ -84,15 +114,15 @@ class VectorisedEngine(Engine):
     def prefetch(self, bound: Bound, work: Work, round: int, participants: Callable[[], Sequence[Participant]]) -> None:
         """Lays out the batches of the first phase of the next round, where steps are captured: a CPU gains nothing."""
         device = next(iter(bound.start.values())).device
-        if self.instead is not None or not self._captures(device):
+        captured = self._captured_steps(device)
+        if self.instead is not None or captured is None:
             return
         people = participants()
         if people:
             wave = self._waves(bound, work, people, device)[0]
             try:
-                self.prefetched.prefetch(bound, work, round, wave)
+                captured.prefetch(bound, work, round, wave)
             except torch.OutOfMemoryError:  # there is room once the replies of this round are gone
-                self.prefetched.clear()
                 self.rows.clear()
 
     def _waves(
@@ -109,18 +139,27 @@ class VectorisedEngine(Engine):
 
     def facts(self) -> dict[str, Any]:
         """What was resolved, and what happened since: for the run's record."""
-        notes = [*([] if self.traces is None else self.traces.notes), *self.captured.notes]
+        notes = [note for store in (self.traces, self.captured) if store is not None for note in store.notes]
         name = self.name if self.instead is None else self.instead.name
         return {"engine": name, "step": self.step, "wave": self.wave or 0, "events": [*self.events, *notes]}
 
-    def _captures(self, device: torch.device) -> bool:
-        return self.step == "graphed" or (self.step == "auto" and transfer.is_gpu(device))
+    def _captured_steps(self, device: torch.device) -> CapturedSteps | None:
+        """Return the captured steps of the run; None where steps are not captured.
 
-    def _runners(self, work: Work, device: torch.device) -> tuple[StartSteps, Accumulate]:
-        """Return the functions that start runners of steps and that add up sweeps."""
+        With ``step="auto"`` they are captured on CUDA, if the GPU package is there.
+        """
+        automatic = self.step == "auto" and transfer.is_gpu(device)
+        automatic = automatic and importlib.util.find_spec("fedloom.gpu") is not None
+        if self.captured is None and (self.step == "graphed" or automatic):
+            self.captured = load("gpu.captured_steps").CapturedSteps(self.rows)
+        return self.captured
+
+    def _runners(self, work: Work, captured: CapturedSteps | None) -> tuple[StartSteps, Accumulate]:
+        """Return what executes the steps of a phase, and what adds up sweeps."""
         traces = self.traces
-        if self._captures(device):
-            return self.captured.start, self.captured.accumulate
+        if captured is not None:
+            wave = captured.wave()
+            return wave.start, wave.accumulate
         if traces is None:
             return start_eager, add_up
 
@@ -130,6 +169,8 @@ class VectorisedEngine(Engine):
             name = (step.bound, phase.name, inputs.facts.get("key"))
             compiled = traces.compiled and phase.until is None and not work.keep_optimizer
             if compiled:
+                # The eager first round has the same shapes: masks are always there, so its last
+                # bits differ from those of mapped steps.
                 steps = schedule("fixed")
                 if name in self.reached:
                     runner = start_compiled(step, start, inputs, steps, self.reached[name], traces)
@@ -145,16 +186,17 @@ class VectorisedEngine(Engine):
     def _wave(self, bound: Bound, work: Work, program: Program, post: Post, wave: list[Participant]) -> list[Reply]:
         if self.instead is not None:
             return self.instead.run_cohort(bound, work, program, post, wave)
-        device = next(iter(post.leaves.values())).device
+        captured = self._captured_steps(next(iter(post.leaves.values())).device)
+        schedules = None if captured is None else captured.take_schedules(bound, work, post.round, program, wave)
         try:
             clients = ClientRunner(
                 bound,
                 work,
                 post,
                 wave,
-                ManyClients(self.rows, SWEEP_GRAIN if self._captures(device) else 1),
-                *self._runners(work, device),
-                schedules=self.prefetched.take(bound, work, post.round, program, wave),
+                ManyClients(self.rows, 1 if captured is None else SWEEP_GRAIN),
+                *self._runners(work, captured),
+                schedules=schedules,
             )
             clients.run(program)
             return clients.replies()
@@ -186,10 +228,9 @@ class VectorisedEngine(Engine):
         return [reply for half in halves if half for reply in self._wave(bound, work, program, post, half)]
 
     def _clear(self) -> None:
-        """Drops what waves keep on the device for the next ones."""
+        """Drop what waves keep on the device for the next ones."""
         self.rows.clear()
-        self.prefetched.clear()
-        self.captured.known.clear()
-        self.captured.sweeps.clear()
+        if self.captured is not None:
+            self.captured.clear()
         gc.collect()  # graphs and what they were made by refer to each other
         transfer.free_cached_memory()

@@ -1,4 +1,4 @@
-"""Weights that clients upload, on the device and on the host, and gates on a device."""
+"""Weights that clients upload: reducers give the same numbers on the device and on the host."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ import torch
 import fedloom as fl
 from fedloom import reducers
 from fedloom.engines.vectorised import VectorisedEngine
-from tests.engines.test_critical_path import Calls
-from tests.helpers import bn_mlp, everything, federation, fit, gap, questions_of_rounds
+from tests.helpers import bn_mlp, everything, federation, fit, gap
 
 DATA = federation((64, 64, 64, 64, 64, 64))
 OPTIONS: dict[str, Any] = {"cohort": 4, "epochs": 1, "batch_size": 64, "evaluate": {"every": 0}, "rounds": 6}
@@ -23,21 +22,16 @@ def engine() -> VectorisedEngine:
 
 
 @pytest.mark.parametrize("method", ["fedmap", "fednova", "qfedavg", "fedavg"])
-def test_weights_that_clients_send_are_not_read(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They stay on the device, with the same result; the round waits once."""
-    plain = fit(method, bn_mlp(), DATA, engine=engine(), **OPTIONS)
+def test_weights_on_the_device_and_on_the_host(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_host = fit(method, bn_mlp(), DATA, engine=engine(), **OPTIONS)
     monkeypatch.setattr(reducers, "on_host", lambda value: False)
-    rounds, after = questions_of_rounds(monkeypatch)
-    found = fit(method, bn_mlp(), DATA, engine=engine(), **OPTIONS, callbacks=[after])
-    assert rounds[1:5] == [["tolist"]] * 4
-    assert gap(everything(plain), everything(found)) < 1e-12
+    on_device = fit(method, bn_mlp(), DATA, engine=engine(), **OPTIONS)
+    assert gap(everything(on_host), everything(on_device)) < 1e-12
 
 
 @pytest.mark.parametrize("weight", [0.0, -1.0, math.inf, math.nan])
-def test_weights_on_the_device_that_add_up_to_nothing_are_an_error(
-    weight: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Read again on the host where the leaves are not finite, so that the error names the cause."""
+def test_weights_on_the_device_with_a_bad_sum_are_an_error(weight: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If leaves are not finite, the host reads the weights again, so that the error names the cause."""
     monkeypatch.setattr(reducers, "on_host", lambda value: False)
     monkeypatch.setattr(reducers, "_as_vector", lambda values: values[0].new_full((len(values),), weight).double())
     monkeypatch.setattr(reducers.transfer, "read_scalars", lambda values: [weight] * len(values))
@@ -46,7 +40,7 @@ def test_weights_on_the_device_that_add_up_to_nothing_are_an_error(
 
 
 def test_weights_on_the_device_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Logarithms that would underflow, values of two types, and half precision, for which the host is asked."""
+    """Logarithms that would underflow, values of two types, and half precision, whose weights the host reads."""
     values = {"a": torch.tensor([1.0, 2.0]), "b": torch.tensor(3.0, dtype=torch.float64)}
     messages = [
         {"e": {k: (i + 1) * v for k, v in values.items()}, "q": {"weight": torch.full(shape, w)}}
@@ -66,8 +60,8 @@ def test_weights_on_the_device_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(reducer.sum_weights(messages, [1, 1], "e", read_weights=True), list)
 
 
-def test_entries_with_the_same_weights_are_added_up_together() -> None:
-    """To the bit as each by itself, in the order in which they are wanted."""
+def test_entries_reduced_together_are_those_reduced_alone() -> None:
+    """They are equal bit for bit and in the order of the request."""
     draw = torch.Generator().manual_seed(0)
     messages = [
         {e: {k: torch.randn(3, generator=draw) for k in "ab"} for e in ("delta", "control", "other")}
@@ -81,10 +75,7 @@ def test_entries_with_the_same_weights_are_added_up_together() -> None:
         "counts": ("counts", reducers.ratio()),
         "other": ("other", reducers.mean()),
     }
-    calls = Calls()
-    with calls:
-        found = reducers.reduce_entries(wanted, messages, [5, 1, 2, 7])
-    assert calls.made["aten._foreach_add_.List"] == 2 * 3
+    found = reducers.reduce_entries(wanted, messages, [5, 1, 2, 7])
     assert list(found) == list(wanted)
     for name, (entry, reducer) in wanted.items():
         alone = reducer.reduce(entry, messages, [5, 1, 2, 7])
