@@ -241,13 +241,13 @@ class _Aims:
     def A(self, j: int, mu: float | Tensor, view: View, batch: Batch, seen: Seen) -> Tensor | None:
         """``A_j = CE_j + mu R_j`` (eq. 7); None where the options leave nothing of it."""
         u_j = self.u(j, view)
-        parts = []
-        if self.aux_ce == "head":
-            parts.append(self.CE(j, u_j, view))
-        elif self.aux_ce == "prototype":
-            parts.append(_nearest(u_j, batch, self.C(j, view, seen), seen.broadcast[PROTOTYPES]["known"]))
-        if self.mu:
-            parts.append(mu * self.R(u_j, self.C(j, view, seen), batch, seen))
+        parts = [self.CE(j, u_j, view)] if self.aux_ce == "head" else []
+        if self.compares:
+            C_j = self.C(j, view, seen)  # once: two would change the last bits of the adapter's gradient
+            if self.aux_ce == "prototype":
+                parts.append(_nearest(u_j, batch, C_j, seen.broadcast[PROTOTYPES]["known"]))
+            if self.mu:
+                parts.append(mu * self.R(u_j, C_j, batch, seen))
         return _sum(parts) if parts else None
 
     def CE(self, j: int, u_j: Tensor, view: View) -> Tensor:
