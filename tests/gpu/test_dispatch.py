@@ -1,8 +1,10 @@
-"""The kernels are a package of their own: nothing imports it, and without it everything runs by the plain formulas."""
+"""The table of operators, and a package without kernels: no other package imports them."""
 
 from __future__ import annotations
 
 import ast
+import importlib
+import importlib.util
 import json
 import os
 import shutil
@@ -47,7 +49,7 @@ found = {f"{engine} {method}": sums(method, engine) for engine in ("loop", "vect
 
 
 def test_runs_without_the_kernels(tmp_path: Path) -> None:
-    """As with them, to the last bit, on both engines."""
+    """Both engines return the same bits as with the kernels."""
     folder = shutil.copytree(PACKAGE, tmp_path / "fedloom", ignore=shutil.ignore_patterns("gpu", "__pycache__"))
     assert not (folder / "gpu").exists()
     found = []
@@ -59,13 +61,13 @@ def test_runs_without_the_kernels(tmp_path: Path) -> None:
         assert not done.returncode, done.stderr
         where, loaded, sums = json.loads(done.stdout.splitlines()[-1])
         assert Path(where).is_relative_to(path)
-        assert not loaded  # on a CPU nobody asks for them
+        assert not loaded  # they are not loaded on a CPU
         found.append(sums)
     assert found[0] == found[1]
 
 
 def imported(tree: ast.AST, package: tuple[str, ...]) -> Iterator[str]:
-    """Names of all modules that a file imports, anywhere in it."""
+    """Yield the names of all modules that a file imports, also inside functions."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -85,7 +87,7 @@ def test_no_other_package_imports_the_kernels() -> None:
         assert not {n for n in names if n == "fedloom.gpu" or n.startswith("fedloom.gpu.")}, path
 
 
-def test_where_a_faster_one_does_not_serve_the_plain_formula_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plain_form_computes_what_the_implementation_does_not_support(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "_plain", {})
     monkeypatch.setattr(dispatch, "_faster", {})
 
@@ -95,7 +97,23 @@ def test_where_a_faster_one_does_not_serve_the_plain_formula_does(monkeypatch: p
 
     one = torch.ones(1)
     assert doubled(one).item() == 2
-    dispatch.register({"doubled": lambda x, once=False: None if once else 3 * x})
+
+    def implementation(x: torch.Tensor, *, once: bool = False) -> torch.Tensor | None:
+        return None if once else 3 * x
+
+    implementation.__name__ = "doubled"
+    dispatch.register(implementation)
     assert [doubled(one).item(), doubled(one, once=True).item()] == [3, 1]
+    implementation.__name__ = "other"
     with pytest.raises(AssertionError, match="no operators: other"):
-        dispatch.register({"other": doubled})
+        dispatch.register(implementation)
+
+
+@pytest.mark.parametrize("missing", ["fedloom.gpu", "triton"])
+def test_kernels_are_not_loaded_without_their_package_or_triton(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded: list[str] = []
+    monkeypatch.setattr(dispatch, "_faster", {})
+    monkeypatch.setattr(importlib, "import_module", loaded.append)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == missing else object())
+    dispatch.prepare_for(torch.device("cuda"))
+    assert not loaded
