@@ -17,8 +17,9 @@ demo: $(STAMP)  ## train a small federation on handwritten digits and show what 
 test: check  ## formatting, lint, types and every test that is not slow
 	scripts/test
 
-test-slow: $(STAMP)  ## the slow tests only
+test-slow: $(STAMP)  ## the slow tests only, and the tests of the kernels if triton is installed
 	scripts/test -m slow
+	scripts/test_kernels
 
 check: $(STAMP)  ## formatting, lint and types, without running anything
 	scripts/check

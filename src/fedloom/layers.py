@@ -55,7 +55,7 @@ class _MaskedBatchNorm(nn.modules.batchnorm._BatchNorm):
     def forward(self, input: Tensor) -> Tensor:
         frame = current()
         by_batch = self.training or self.running_mean is None
-        return self._plain(input) if frame is None or not by_batch else batch_normalised(self, input, frame)
+        return self._plain(input) if frame is None or not by_batch else batch_norm(self, input, frame)
 
     def _plain(self, x: Tensor) -> Tensor:
         """As torch computes it; short types in the leaves' own type, which torch does itself except under ``vmap``."""
@@ -95,8 +95,8 @@ class _MaskedBatchNorm(nn.modules.batchnorm._BatchNorm):
 
 
 @operator
-def batch_normalised(norm: _MaskedBatchNorm, x: Tensor, frame: Frame) -> Tensor:
-    """A batch normalised by the statistics of its real rows, which the layer keeps track of if it is trained."""
+def batch_norm(norm: _MaskedBatchNorm, x: Tensor, frame: Frame) -> Tensor:
+    """Normalise a batch by the statistics of its real rows. In training mode, update the layer's running statistics."""
     if frame.mask is None:
         # One test row of a layer without running statistics: torch refuses, though there is nothing wrong with it.
         alone = not norm.training and x.numel() == x.shape[1]
@@ -129,19 +129,19 @@ class MappedEmbedding(nn.Embedding):
 
 @operator
 def convolution(layer: nn.Conv2d, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """What a layer makes of x with this weight and bias."""
+    """Apply a convolution with this weight and bias to x (batch, channels, height, width)."""
     return convolve(layer, x, weight, bias)
 
 
 class CohortConv2d(nn.Conv2d):
-    """``nn.Conv2d`` that computes a cohort at once where there is a kernel for it, and in the type of autocast under ``vmap`` too."""
+    """``nn.Conv2d`` as an operator, which computes in the dtype of autocast under ``vmap`` too."""
 
     def forward(self, input: Tensor) -> Tensor:
         return convolution(self, *in_autocast_type(input, self.weight, self.bias))
 
 
 class CohortLinear(nn.Linear):
-    """``nn.Linear``, likewise."""
+    """``nn.Linear`` as an operator."""
 
     def forward(self, input: Tensor) -> Tensor:
         return ops.linear(input, self.weight, self.bias)

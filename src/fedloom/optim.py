@@ -102,11 +102,11 @@ class Optimizer:
         if self.grad_clip is not None:
             grads = clipped(grads, self.grad_clip, batched=batched or active is not None)
         if active is None:
-            moved(self, params, grads, state, lr)
+            optimizer_step(self, params, grads, state, lr)
             return
         moving = [params, *state.slots.values()]
         before = [[t.clone() for t in tensors] for tensors in moving]
-        moved(self, params, grads, state, lr)
+        optimizer_step(self, params, grads, state, lr)
         for now, then in zip(moving, before, strict=True):
             for a, b in zip(now, then, strict=True):
                 torch.where(along_clients(active, a), a, b, out=a) if isinstance(lr, float) else a.copy_(
@@ -115,9 +115,11 @@ class Optimizer:
 
 
 @operator
-def moved(optimizer: Optimizer, params: Tensors, grads: Tensors, state: OptState, lr: float | Tensor) -> Tensors:
-    """The parameters after a step, which are moved in place, as is the state."""
-    state.step += 1  # in place where it is a tensor, as in a captured step
+def optimizer_step(
+    optimizer: Optimizer, params: Tensors, grads: Tensors, state: OptState, lr: float | Tensor
+) -> Tensors:
+    """Update parameters and state in place, and return the parameters."""
+    state.step += 1  # in place if it is a tensor, as in a captured step
     if optimizer.weight_decay and optimizer.name != "adamw":
         grads = list(torch._foreach_add(grads, params, alpha=optimizer.weight_decay))
     if optimizer.name == "sgd":

@@ -128,7 +128,7 @@ class Gaussian(Prior):
                 )
 
     def penalty(self, gap: Tensor, scale: Tensor | float, s: Tensor | None = None) -> Tensor:
-        return 0.5 * scale * ops.squared_length(gap)
+        return 0.5 * scale * ops.squared_norm(gap)
 
     def near(self, gap: Tensor, scale: Tensor | float, eta: float, s: Tensor | None = None) -> Tensor:
         return gap / (1 + eta * scale)

@@ -129,24 +129,24 @@ def fold(key: Tensor, *numbers: int | Tensor) -> Tensor:
         True
     """
     for number in numbers:
-        key = fold_one(key, number)
+        key = fold_key(key, number)
     return key
 
 
 @operator
-def fold_one(key: Tensor, number: int | Tensor) -> Tensor:
-    """The key that belongs to `key` and one number."""
+def fold_key(key: Tensor, number: int | Tensor) -> Tensor:
+    """Derive a key from a key and one number."""
     low, high = _halves(key)
     low = _mix(low ^ _mix((number + 0x9E3779B9) & _MASK))
     high = _mix((high ^ _mix(((number >> 32) ^ 0x85EBCA6B) & _MASK)) + low & _MASK)
     low = _mix((low + high) & _MASK)
-    made: Tensor = ((high & 0x7FFFFFFF) << 32) | low
-    return made
+    folded: Tensor = ((high & 0x7FFFFFFF) << 32) | low
+    return folded
 
 
 @operator
-def bits(key: Tensor, shape: Sequence[int]) -> Tensor:
-    """Uniform 32-bit words in int64; element i, in row-major order, depends only on (key, i).
+def random_bits(key: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return uniform 32-bit words in int64; element i, in row-major order, depends only on (key, i).
 
     Words come in blocks of `_BLOCK`: each block's start and mid-way key are hashed twice, each word then
     once, which halves the passes over memory.
@@ -160,8 +160,8 @@ def bits(key: Tensor, shape: Sequence[int]) -> Tensor:
     word = start[:, None] + torch.arange(_BLOCK, device=key.device, dtype=torch.int64)
     word = (word ^ (word >> 16)) * _FIRST & _MASK ^ middle[:, None]
     word = (word ^ (word >> 15)) * _SECOND & _MASK
-    made: Tensor = (word ^ (word >> 16)).reshape(-1)[:count].reshape(tuple(shape))
-    return made
+    bits: Tensor = (word ^ (word >> 16)).reshape(-1)[:count].reshape(tuple(shape))
+    return bits
 
 
 def uniform(key: Tensor, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
@@ -178,7 +178,7 @@ def uniform(key: Tensor, shape: Sequence[int], dtype: torch.dtype = torch.float3
         True
     """
     width = _BITS[dtype]
-    return (bits(key, shape) >> (32 - width)).to(dtype) * 2.0**-width
+    return (random_bits(key, shape) >> (32 - width)).to(dtype) * 2.0**-width
 
 
 def normal(key: Tensor, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:

@@ -41,12 +41,12 @@ _SWAPS: dict[type[nn.Module], type[nn.Module]] = {
 
 
 ADDED = "_fedloom_added"
-"""Under this name a module notes the attributes that :func:`fuse` gave it."""
+"""Attribute of a module with the names of the attributes that :func:`fuse_layers` added."""
 
 
 @operator
-def fuse(module: nn.Module) -> None:
-    """Lets containers take several layers at once, on devices that have kernels for that."""
+def fuse_layers(module: nn.Module) -> None:
+    """Let containers run several layers as one kernel. The plain form leaves them as they are."""
 
 
 def prepare(module: nn.Module) -> None:
@@ -54,7 +54,7 @@ def prepare(module: nn.Module) -> None:
     for part in module.modules():
         if type(part) in _SWAPS:
             part.__class__ = _SWAPS[type(part)]
-    fuse(module)
+    fuse_layers(module)
 
 
 def restore(module: nn.Module) -> None:

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fedloom.rng import PURPOSES, bits, fold, key_of, normal, stream, uniform
+from fedloom.rng import PURPOSES, fold, key_of, normal, random_bits, stream, uniform
 
 KEY = torch.tensor(key_of(0, "noise", "a"))
 KEYS = torch.stack([fold(KEY, i) for i in range(20)])
@@ -75,7 +75,7 @@ def test_range_and_leading_bits(dtype):
     assert values.min() >= 0
     assert values.max() < 1
     width = {torch.float64: 32, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}[dtype]
-    assert torch.equal((values.double() * 2**width).long(), bits(KEY, (200_000,)) >> (32 - width))
+    assert torch.equal((values.double() * 2**width).long(), random_bits(KEY, (200_000,)) >> (32 - width))
 
 
 def test_moments_and_every_bit():
@@ -83,7 +83,7 @@ def test_moments_and_every_bit():
     values = uniform(KEY, (n,), torch.float64)
     assert abs(values.mean() - 0.5) < 5 / np.sqrt(12 * n)
     assert abs(values.var() - 1 / 12) < 5 / np.sqrt(180 * n)
-    words = bits(KEY, (n,))
+    words = random_bits(KEY, (n,))
     share = torch.stack([((words >> b) & 1).double().mean() for b in range(32)])
     assert (share - 0.5).abs().max() < 5 * 0.5 / np.sqrt(n)
 
@@ -91,7 +91,7 @@ def test_moments_and_every_bit():
 @pytest.mark.parametrize("shift", [0, 8, 16])
 def test_chi_square_of_bytes(shift):
     n = 1 << 20
-    counts = torch.bincount((bits(KEY, (n,)) >> shift) & 255, minlength=256).double()
+    counts = torch.bincount((random_bits(KEY, (n,)) >> shift) & 255, minlength=256).double()
     statistic = float(((counts - n / 256) ** 2 / (n / 256)).sum())
     assert 255 - 5 * np.sqrt(510) < statistic < 255 + 5 * np.sqrt(510)
 
@@ -104,7 +104,7 @@ def test_neighbours_are_uncorrelated(lag):
 
 @pytest.mark.parametrize("other", [KEY + 1, KEY ^ (1 << 40), fold(KEY, 0), fold(KEY, 1), torch.tensor(0)])
 def test_keys_that_are_close_give_independent_noise(other):
-    first, second = bits(KEY, (1 << 18,)), bits(other, (1 << 18,))
+    first, second = random_bits(KEY, (1 << 18,)), random_bits(other, (1 << 18,))
     assert abs(float(torch.corrcoef(torch.stack([first, second]).double())[0, 1])) < 5 / np.sqrt(1 << 18)
     flipped = torch.stack([(((first ^ second) >> b) & 1).double().mean() for b in range(32)])
     assert (flipped - 0.5).abs().max() < 5 * 0.5 / np.sqrt(1 << 18)
@@ -112,7 +112,7 @@ def test_keys_that_are_close_give_independent_noise(other):
 
 
 def test_small_keys_are_not_shifted_copies_of_each_other():
-    words = [set(bits(torch.tensor(key), (4096,)).tolist()) for key in range(8)]
+    words = [set(random_bits(torch.tensor(key), (4096,)).tolist()) for key in range(8)]
     assert all(len(a & b) < 5 for i, a in enumerate(words) for b in words[:i])
 
 

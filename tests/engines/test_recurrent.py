@@ -199,7 +199,7 @@ def counted(kind: recurrent.Kind, steps: int, monkeypatch: pytest.MonkeyPatch) -
     weights = [random(CLIENTS, gates, *tail) for tail in ((INPUTS,), (VALUES,), (), ())]
     found: list[Kernels] = []
     with monkeypatch.context() as patch:
-        for name in () if DEVICE == "cuda" else ("cell", "lstm_back", "gru_back"):
+        for name in () if DEVICE == "cuda" else ("recurrent_cell", "lstm_cell_backward", "gru_cell_backward"):
             patch.setattr(recurrent, name, whole(getattr(recurrent, name), found))
         found.append(Kernels())
         with found[-1]:

@@ -47,23 +47,23 @@ def quadratic(
     It is computed in ``dtype``; None for that of the leaves.
     """
     if seen is None or not any(n in seen.gate for n in names):
-        return half_squares([leaves[n] for n in names], [anchor[n] for n in names], dtype)
+        return half_squared_distance([leaves[n] for n in names], [anchor[n] for n in names], dtype)
     return _half_squares([seen.gated(n, apart(leaves[n], anchor[n], dtype)) for n in names])
 
 
 @operator
-def half_squares(x: Sequence[Tensor], anchor: Sequence[Tensor], dtype: torch.dtype | None = None) -> Tensor:
-    """``1/2 sum_l ||x_l - anchor_l||^2``, computed in a type; None for that of the two."""
+def half_squared_distance(x: Sequence[Tensor], anchor: Sequence[Tensor], dtype: torch.dtype | None = None) -> Tensor:
+    """Return ``1/2 sum_l ||x_l - anchor_l||^2``, computed in a dtype; None for that of the leaves."""
     return _half_squares([apart(v, a, dtype) for v, a in zip(x, anchor, strict=True)])
 
 
 def _half_squares(gaps: Sequence[Tensor]) -> Tensor:
-    return 0.5 * torch.stack([ops.squared_length(gap) for gap in gaps]).sum() if gaps else torch.zeros(())
+    return 0.5 * torch.stack([ops.squared_norm(gap) for gap in gaps]).sum() if gaps else torch.zeros(())
 
 
 @operator
-def inner_products(x: Sequence[Tensor], plus: Sequence[Tensor], minus: Sequence[Tensor]) -> Tensor:
-    """``sum_l <plus_l - minus_l, x_l>``."""
+def difference_inner_product(x: Sequence[Tensor], plus: Sequence[Tensor], minus: Sequence[Tensor]) -> Tensor:
+    """Return ``sum_l <plus_l - minus_l, x_l>``."""
     return _inner_products([p - m for p, m in zip(plus, minus, strict=True)], x)
 
 
@@ -85,7 +85,7 @@ def inner_product(
         names = [n for n in view.trained if n in plus]
         own = [view.leaves[n] for n in names]
         if less is not None and not any(n in seen.gate for n in names):
-            return inner_products(own, [plus[n] for n in names], [less[n] for n in names])
+            return difference_inner_product(own, [plus[n] for n in names], [less[n] for n in names])
         chosen = [plus[n] if less is None else plus[n] - less[n] for n in names]
         return _inner_products([seen.gated(n, d) for n, d in zip(names, chosen, strict=True)], own)
 

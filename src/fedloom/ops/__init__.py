@@ -1,10 +1,10 @@
-"""Formulas in plain torch, of some of which a device may have faster implementations (:mod:`fedloom.ops.dispatch`)."""
+"""Operators in plain torch. A device may have faster implementations of some (:mod:`fedloom.ops.dispatch`)."""
 
 from fedloom.ops.dispatch import operator
 from fedloom.ops.features import channel_summary, pooled
 from fedloom.ops.losses import cross_entropies
 from fedloom.ops.mapped import in_autocast_type
-from fedloom.ops.products import linear, squared_length
+from fedloom.ops.products import linear, squared_norm
 from fedloom.torch_internals import is_batched
 
 __all__ = [
@@ -15,5 +15,5 @@ __all__ = [
     "linear",
     "operator",
     "pooled",
-    "squared_length",
+    "squared_norm",
 ]

@@ -1,16 +1,16 @@
-"""The one place that looks up a faster implementation of a formula.
+"""Dispatch of operators to faster implementations. No other module looks one up.
 
-``@operator`` stands on the plain formula, which is what a reader reads, what a CPU computes and what tests compare with. Faster ones are
-registered by name, all in one file of :mod:`fedloom.gpu`, when a network is made for a device that has kernels. A faster one returns None
-where it does not serve these arguments; the plain formula is computed then. Nothing is looked up in a graph that is traced: implementations say no to the
-tensors of a trace.
+``@operator`` decorates the plain form of an operator: readers read it, CPUs compute it, tests compare with it. ``fedloom.gpu.register``
+registers the faster implementations by name when a network is built for a device with kernels. An implementation returns None for
+arguments that it does not support; then the plain form computes the result. Implementations do not support the tensors of
+a trace.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
@@ -20,37 +20,43 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 KERNELS = "fedloom.gpu"
-"""The package of faster implementations; without it the plain formulas serve everywhere."""
+"""The package of faster implementations. It is optional and needs triton."""
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-"""Triton's own switch: kernels are interpreted on a CPU, slowly, to test or debug them."""
+"""Triton's switch: the kernels run in an interpreter on a CPU, slowly, for tests and debugging."""
 
 _plain: dict[str, Callable[..., Any]] = {}
 _faster: dict[str, Callable[..., Any]] = {}
 
 
 def operator(plain: Callable[P, R]) -> Callable[P, R]:
-    """A plain formula of which a device may have a faster implementation."""
+    """Declare a function as the plain form of an operator; its name is the operator's."""
     name = plain.__name__
-    assert name not in _plain, f"there is an operator {name!r} already"
+    assert name not in _plain, f"operator {name!r} exists already"
     _plain[name] = plain
 
     @wraps(plain)
     def call(*args: P.args, **named: P.kwargs) -> R:
         faster = _faster.get(name)
-        made = None if faster is None else faster(*args, **named)
-        return plain(*args, **named) if made is None else made
+        result = None if faster is None else faster(*args, **named)
+        return plain(*args, **named) if result is None else result
 
     return call
 
 
-def register(implementations: Mapping[str, Callable[..., Any]]) -> None:
-    """Enters faster implementations: each takes an operator's arguments, and returns None where it does not serve."""
-    unknown = implementations.keys() - _plain.keys()
+def register(*implementations: Callable[..., Any]) -> None:
+    """Register faster implementations, each for the operator of its name.
+
+    An implementation takes the operator's arguments and returns None for those that it does not support.
+    """
+    names = {function.__name__: function for function in implementations}
+    unknown = names.keys() - _plain.keys()
     assert not unknown, f"no operators: {', '.join(sorted(unknown))}"
-    _faster.update(implementations)
+    _faster.update(names)
 
 
 def prepare_for(device: torch.device) -> None:
-    """Enters the implementations for a device, if there are any: on CUDA, those of :data:`KERNELS`."""
-    if not _faster and (device.type == "cuda" or INTERPRETED) and importlib.util.find_spec(KERNELS) is not None:
+    """Register the implementations of :data:`KERNELS` for CUDA, if the package and triton are installed."""
+    if _faster or not (device.type == "cuda" or INTERPRETED):
+        return
+    if all(importlib.util.find_spec(name) is not None for name in (KERNELS, "triton")):
         importlib.import_module(f"{KERNELS}.register").register()

@@ -1,4 +1,4 @@
-"""Losses of rows."""
+"""Losses per row."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from torch import Tensor
 from fedloom.ops.dispatch import operator
 
 UNUSED = -100
-"""Torch's label of rows that do not count."""
+"""Torch's label of rows without a loss."""
 
 
 @operator
 def cross_entropies(logits: Tensor, y: Tensor, ignore_index: int = UNUSED) -> Tensor:
-    """``-log p_y`` of each row or pixel, p the softmax over axis 1; 0 where the label is ``ignore_index``."""
+    """Return ``-log p_y`` per row or pixel, p the softmax over axis 1; 0 for the label ``ignore_index``."""
     return F.cross_entropy(logits, y, ignore_index=ignore_index, reduction="none")

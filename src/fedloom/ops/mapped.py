@@ -17,7 +17,7 @@ def autocast_type(x: Tensor) -> torch.dtype | None:
 
 
 def in_autocast_type(x: Tensor, w: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Inputs of a product in the type of autocast, which leaves products under ``vmap`` alone."""
+    """Cast the inputs of a product to the dtype of autocast, which ignores products under ``vmap``."""
     dtype = autocast_type(x)
     if dtype is None or not is_batched(x):
         return x, w, bias
@@ -25,9 +25,11 @@ def in_autocast_type(x: Tensor, w: Tensor, bias: Tensor | None) -> tuple[Tensor,
 
 
 def clients_at(value: Any, axis: int | None, clients: int, place: int = 0) -> Any:
-    """A tensor with the client axis in front, or at a place; one that all clients share is expanded, not copied."""
+    """Return a tensor with its client axis in front or at another index. A tensor that all clients share is expanded, not copied."""
     if not isinstance(value, Tensor):
         return value
     if axis is not None:
-        return value if axis == place else value.movedim(axis, place)  # itself: who asks for a gradient is known by it
+        return (
+            value if axis == place else value.movedim(axis, place)
+        )  # autograd identifies an input by the tensor itself
     return value.unsqueeze(place).expand(*value.shape[:place], clients, *value.shape[place:])

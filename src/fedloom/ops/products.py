@@ -12,39 +12,49 @@ from fedloom.ops.mapped import in_autocast_type
 
 @operator
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """``x W^T + b``."""
+    """Return ``x W^T + b``."""
     return F.linear(*in_autocast_type(x, weight, bias))
 
 
 @operator
-def squared_length(x: Tensor) -> Tensor:
-    """``sum x^2``."""
+def squared_norm(x: Tensor) -> Tensor:
+    """Return ``sum x^2``."""
     return (x**2).sum()
 
 
 @operator
-def product(a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor, *, onto: bool = False) -> Tensor:
-    """``a b^T + bias`` of every client, or without a bias that added to what is there.
+def matmul_transposed(a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor, *, accumulate: bool = False) -> Tensor:
+    """Compute ``a b^T + bias`` per client, or add ``a b^T`` to ``out``.
 
     Args:
         a: (clients, rows, depth).
         b: (clients, columns, depth).
         bias: (clients, columns), or None.
-        out: (clients, rows, columns), each row without gaps, which is overwritten and returned.
-        onto: whether ``out`` is added to.
+        out: (clients, rows, columns), with contiguous rows; overwritten and returned.
+        accumulate: whether to add to ``out``; the bias is None then.
     """
-    if onto:
+    if accumulate:
         return out.baddbmm_(a, b.mT)
     return torch.bmm(a, b.mT, out=out) if bias is None else torch.baddbmm(bias[:, None], a, b.mT, out=out)
 
 
 @operator
-def turned(d: Tensor, weight: Tensor) -> Tensor:
-    """The ``b`` of ``d weight`` as :func:`product` takes it."""
+def transpose_weight(d: Tensor, weight: Tensor) -> Tensor:
+    """Return the factor ``b`` with which :func:`matmul_transposed` computes ``d weight``.
+
+    Args:
+        d: (clients, rows, outputs).
+        weight: (clients, outputs, inputs).
+    """
     return weight.mT
 
 
 @operator
-def crossed(d: Tensor, x: Tensor) -> Tensor:
-    """``d^T x`` of every client, what a layer's weights are told: (clients, rows, outputs), (clients, rows, inputs)."""
+def weight_gradient(d: Tensor, x: Tensor) -> Tensor:
+    """Return ``d^T x`` per client, the gradient of a layer's weights.
+
+    Args:
+        d: gradient of the outputs, (clients, rows, outputs).
+        x: (clients, rows, inputs).
+    """
     return torch.bmm(d.mT, x)

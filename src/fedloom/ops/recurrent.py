@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fedloom.ops.dispatch import operator
 from fedloom.ops.mapped import autocast_type, clients_at
-from fedloom.ops.products import crossed, product, turned
+from fedloom.ops.products import matmul_transposed, transpose_weight, weight_gradient
 from fedloom.torch_internals import is_batched, is_wrapped, unwrapped
 
 Kind = Literal["lstm", "gru", "tanh", "relu"]
@@ -122,7 +122,7 @@ class _CohortLayer(torch.autograd.Function):
         apart = kind == "gru"
         bias = bi if apart or bi is None or bh is None else bi + bh
         inputs = flat.new_empty(steps * rows, *wi.shape[:2])
-        product(flat.transpose(0, 1), wi, bias, inputs.transpose(0, 1))
+        matmul_transposed(flat.transpose(0, 1), wi, bias, inputs.transpose(0, 1))
         inputs = inputs.unflatten(0, (steps, rows))
         hidden = _filled(flat, steps * rows if apart else rows, wh, bh if apart else None)
         hidden = hidden.unflatten(0, (steps if apart else 1, rows))
@@ -133,12 +133,12 @@ class _CohortLayer(torch.autograd.Function):
         kept, cells = list[Tensor](), [c]
         for t in order:
             if kind in ("tanh", "relu"):
-                _multiply(inputs[t], h, wh, onto=True)
+                _multiply(inputs[t], h, wh, accumulate=True)
                 h = SQUASHED[kind](inputs[t])
             else:
                 part = hidden[t if apart else 0]
-                _multiply(part, h, wh, onto=apart and bh is not None)
-                h, c, gates = cell(kind, inputs[t], part, h, c)
+                _multiply(part, h, wh, accumulate=apart and bh is not None)
+                h, c, gates = recurrent_cell(kind, inputs[t], part, h, c)
                 kept.append(gates)
                 cells.append(c)
             seen[t] = h
@@ -164,9 +164,9 @@ class _CohortLayer(torch.autograd.Function):
             t = order[n]
             before = slopes[order[n - 1]] if n else first
             if kind == "lstm":
-                inputs[t], dc = lstm_back(slopes[t], dc, cells[n], cells[n + 1], kept[n])
+                inputs[t], dc = lstm_cell_backward(slopes[t], dc, cells[n], cells[n + 1], kept[n])
             elif kind == "gru":
-                inputs[t], hidden[t], straight = gru_back(slopes[t], kept[n])
+                inputs[t], hidden[t], straight = gru_cell_backward(slopes[t], kept[n])
                 if before is not None:
                     before += straight
             elif kind == "tanh":
@@ -174,23 +174,23 @@ class _CohortLayer(torch.autograd.Function):
             else:
                 inputs[t] = torch.ops.aten.threshold_backward(slopes[t], y[t], 0)
             if before is not None:
-                across = turned(hidden[t].transpose(0, 1), wh) if across is None else across
-                _multiply(before, hidden[t], across, onto=True)
+                across = transpose_weight(hidden[t].transpose(0, 1), wh) if across is None else across
+                _multiply(before, hidden[t], across, accumulate=True)
         _, _, wants_x, wants_wi, wants_wh, wants_bi, wants_bh, _, wants_c = ctx.needs_input_grad
         d = torch.stack(inputs).flatten(0, 1)
         dg = d if hidden is inputs else torch.stack(hidden).flatten(0, 1)
         dx = dwi = dwh = None
         if wants_x:
             dx = flat.new_empty(flat.shape)
-            _multiply(dx, d, turned(d.transpose(0, 1), wi))
+            _multiply(dx, d, transpose_weight(d.transpose(0, 1), wi))
             dx = dx.unflatten(0, (steps, rows))
         if wants_wi:
-            dwi = crossed(d.transpose(0, 1), flat.transpose(0, 1))
+            dwi = weight_gradient(d.transpose(0, 1), flat.transpose(0, 1))
         if wants_wh:
             early, late = slice(None, -rows), slice(rows, None)
             early, late = (early, late) if order[0] == 0 else (late, early)
             states = y.flatten(0, 1)
-            dwh = crossed(dg[late].transpose(0, 1), states[early].transpose(0, 1))
+            dwh = weight_gradient(dg[late].transpose(0, 1), states[early].transpose(0, 1))
             if h0 is not None:
                 start = order[0] * rows
                 dwh.baddbmm_(dg[start : start + rows].permute(1, 2, 0), h0.transpose(0, 1))
@@ -205,21 +205,21 @@ def _filled(like: Tensor, rows: int, weight: Tensor, bias: Tensor | None) -> Ten
     return room if bias is None else room.copy_(bias.expand_as(room))
 
 
-def _multiply(out: Tensor, left: Tensor, right: Tensor, *, onto: bool = False) -> None:
+def _multiply(out: Tensor, left: Tensor, right: Tensor, *, accumulate: bool = False) -> None:
     """``out_c = left_c right_c^T``, or that added to it, of each client c; out and left are (rows, clients, values)."""
-    product(left.transpose(0, 1), right, None, out.transpose(0, 1), onto=onto)
+    matmul_transposed(left.transpose(0, 1), right, None, out.transpose(0, 1), accumulate=accumulate)
 
 
 @operator
-def cell(kind: Kind, x: Tensor, hidden: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The next state of rows of all clients, and what the backward pass needs of their gates."""
+def recurrent_cell(kind: Kind, x: Tensor, hidden: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the next state of the rows of all clients, and the gates for the backward pass."""
     h, c, gates = equations(kind, x, hidden, h, c)
     return h, c, torch.cat(gates, -1)
 
 
 @operator
-def lstm_back(dh: Tensor, dc: Tensor, before: Tensor, after: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of the gates and of the cells before."""
+def lstm_cell_backward(dh: Tensor, dc: Tensor, before: Tensor, after: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the gradients of the gates and of the previous cells."""
     i, f, g, o = kept.chunk(4, -1)
     squashed = torch.tanh(after)
     d = dh * o * (1 - squashed * squashed) + dc
@@ -228,8 +228,8 @@ def lstm_back(dh: Tensor, dc: Tensor, before: Tensor, after: Tensor, kept: Tenso
 
 
 @operator
-def gru_back(dh: Tensor, kept: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of the input's gates, of the state's gates, and of the state that goes straight on."""
+def gru_cell_backward(dh: Tensor, kept: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of the input's gates, of the state's gates, and of the previous state."""
     r, z, n, h, hn = kept.chunk(5, -1)
     dz = dh * (h - n) * (1 - z) * z
     dn = dh * (1 - z) * (1 - n * n)

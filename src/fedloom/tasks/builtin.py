@@ -45,7 +45,7 @@ def per_class(confusion: Tensor) -> dict[str, Tensor]:
 
 @operator
 def mean_cross_entropy(output: Tensor, batch: Batch) -> Tensor:
-    """The mean over the real rows of ``-log p_y``."""
+    """Return the mean over the real rows of ``-log p_y``."""
     return F.cross_entropy(output, batch.y) if batch.mask is None else batch.mean(cross_entropies(output, batch.y))
 
 

@@ -1,4 +1,4 @@
-"""Models whose first layers are opened: where they are, and that training and methods are as layer by layer."""
+"""Models whose first layers are fused: which layers, and that training and methods equal those of single layers."""
 
 from __future__ import annotations
 
@@ -14,38 +14,40 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fedloom as fl
 from fedloom import network
 from fedloom.engines.vectorised import VectorisedEngine
-from fedloom.gpu import chains, fusions
-from tests.engines.test_kernels import DEVICE, cuda
-from tests.engines.test_openings import TF32, as_compared, coarse, numbers
-from tests.engines.test_tapped_kernels import returned
+from tests.gpu.helpers import DEVICE, TF32, coarse, kernels, numbers
 from tests.helpers import everything, federation, fit, gap
 
-__all__ = ["as_compared"]  # a fixture
+pytest.importorskip("triton")
+from fedloom.gpu import fuse_layers
+from tests.gpu.cohorts import run_stacked, without_fusion
+from tests.gpu.test_conv_relu_pool import without_rounding
+
+__all__ = ["without_rounding"]  # a fixture
 
 
 @pytest.fixture
-def met(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool, object]]:
-    """Of each call from now on which function it was, whether a kernel served it, and whether the pooling was to be summed up."""
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool, object]]:
+    """Return a list of the calls from now on: function, whether it returned a result, argument ``pooled``."""
     found: list[tuple[str, bool, object]] = []
 
     def watch(name: str) -> None:
-        plain = getattr(fusions, name)
+        plain = getattr(fuse_layers, name)
 
-        def noted(*args: Any, **options: Any) -> Any:
+        def recorded(*args: Any, **options: Any) -> Any:
             y = plain(*args, **options)
             found.append((name, y is not None, options.get("pooled")))
             return y
 
-        monkeypatch.setattr(fusions, name, noted)
+        monkeypatch.setattr(fuse_layers, name, recorded)
 
-    for name in ("opened", "opened_summed"):
+    for name in ("conv_relu_pool", "conv_relu_pool_summary"):
         watch(name)
     return found
 
 
-@cuda
-def test_where_a_model_is_opened(met: list[tuple[str, bool, object]], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Unless somebody listens in between; with own filters and with shared ones."""
+@kernels
+def test_which_layers_are_fused(calls: list[tuple[str, bool, object]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """With personal and with shared filters; layers whose inner outputs are read are not fused."""
     torch.manual_seed(0)
     body = nn.Conv2d(3, 5, 3, padding=1), nn.Identity(), nn.ReLU(), nn.MaxPool2d(2)
     net = nn.Sequential(*body, nn.Conv2d(5, 4, 3), nn.ReLU6(), nn.MaxPool2d((1, 2)), nn.Flatten(), nn.Linear(16, 2))
@@ -54,7 +56,7 @@ def test_where_a_model_is_opened(met: list[tuple[str, bool, object]], monkeypatc
 
     def made(wanted: str, own: bool, gradient: bool) -> list[Tensor]:
         mine = {n: torch.stack([v, v]).requires_grad_(gradient) for n, v in leaves.items()} if own else {}
-        return returned(built, leaves, mine, x, wanted, gradient=gradient)
+        return run_stacked(built, leaves, mine, x, wanted, gradient=gradient)
 
     for wanted, own, gradient, expected in (
         ("", False, False, 2),
@@ -63,20 +65,20 @@ def test_where_a_model_is_opened(met: list[tuple[str, bool, object]], monkeypatc
         ("0", True, False, 1),
         ("2", False, False, 1),
         ("5", True, False, 1),
-        ("", True, True, 1),  # what the first layers return has a gradient
+        ("", True, True, 1),  # the input of the second convolution has a gradient
     ):
-        met.clear()
+        calls.clear()
         ours = made(wanted, own, gradient)
         with monkeypatch.context() as patch:
-            patch.setattr(chains, "FUSE", False)
+            without_fusion(patch)
             theirs = made(wanted, own, gradient)
-        assert [name for name, served, _ in met if served] == ["opened"] * expected
+        assert [name for name, fused, _ in calls if fused] == ["conv_relu_pool"] * expected
         for a, b in zip(ours, theirs, strict=True):
             assert torch.allclose(a, b, rtol=TF32, atol=TF32 * 10)
 
 
-class Turned(TorchDispatchMode):
-    """Shapes of what is turned into 16 bits."""
+class RecordedCasts(TorchDispatchMode):
+    """Record the shapes of tensors that are cast to float16."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -89,24 +91,24 @@ class Turned(TorchDispatchMode):
         return made
 
 
-@cuda
-def test_filters_are_turned_into_the_type_of_autocast_once() -> None:
-    """Also those of a layer that is not opened after all."""
-    net = opening(nn.Conv2d(6, 4, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(16, 2))
+@kernels
+def test_filters_are_cast_once() -> None:
+    """Also those of a layer that is not fused."""
+    net = coarse_model(nn.Conv2d(6, 4, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(16, 2))
     built = network.build(net, numbers(2, 3, 8, 10), task="classification", device=DEVICE)
     built.autocast = torch.float16
     mine = {n: torch.stack([v, v]).to(DEVICE).requires_grad_() for n, v in built.start.items()}
-    with Turned() as turned:
-        returned(built, built.start, mine, numbers(2, 7, 3, 8, 10), "", gradient=True)
+    with RecordedCasts() as casts:
+        run_stacked(built, built.start, mine, numbers(2, 7, 3, 8, 10), "", gradient=True)
     for name in ("0.weight", "3.weight"):
-        assert turned.shapes.count(tuple(mine[name].shape)) == 1
+        assert casts.shapes.count(tuple(mine[name].shape)) == 1
 
 
-@cuda
-def test_methods_that_open_what_has_no_gradient(
-    met: list[tuple[str, bool, object]], monkeypatch: pytest.MonkeyPatch
+@kernels
+def test_methods_with_passes_without_gradient(
+    calls: list[tuple[str, bool, object]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """MOON's two other models, FedMAP's sweep: as layer by layer, to TF32."""
+    """MOON's two other models and FedMAP's sweep equal single layers, to TF32."""
     data = federation((9, 14, 5), (3, 8, 10), classes=2)
 
     def model() -> nn.Module:
@@ -123,15 +125,17 @@ def test_methods_that_open_what_has_no_gradient(
     for method in ("moon", "fedmap"):
         found = []
         for fuse in (True, False):
-            met.clear()
-            monkeypatch.setattr(chains, "FUSE", fuse)
-            found.append(everything(fit(method, model, data, **options)))
-            assert bool(met) == fuse
+            calls.clear()
+            with monkeypatch.context() as patch:
+                if not fuse:
+                    without_fusion(patch)
+                found.append(everything(fit(method, model, data, **options)))
+            assert bool(calls) == fuse
         assert gap(*found) < TF32
 
 
-def opening(*behind: nn.Module) -> nn.Module:
-    """A model whose first layers are opened, with weights of which products are exact."""
+def coarse_model(*behind: nn.Module) -> nn.Module:
+    """Return a model whose first layers are fused, with weights whose products are exact."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Conv2d(3, 6, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), *behind)
     for leaf in net.parameters():
@@ -139,56 +143,61 @@ def opening(*behind: nn.Module) -> nn.Module:
     return net
 
 
-def after_an_epoch(method: Any, model: Callable[[], nn.Module]) -> Any:
+def train_one_epoch(method: Any, model: Callable[[], nn.Module]) -> Any:
     rows = [(coarse(n, 3, 8, 10).cpu().numpy(), np.arange(n) % 2) for n in (9, 14, 5)]
     data = fl.Federation.from_arrays([(own, own) for own in rows])
     options = {"engine": VectorisedEngine(), "rounds": 1, "epochs": 1, "batch_size": 16, "evaluate": {"every": 0}}
     return everything(fit(method, model, data, **options, device=DEVICE, precision="fp32"))
 
 
-@cuda
+@kernels
 @pytest.mark.parametrize(
-    ("method", "through"), [("fedavg", "opened"), ("fedavg + isr", "opened_summed"), ("fedper", "opened")]
+    ("method", "function"),
+    [("fedavg", "conv_relu_pool"), ("fedavg + isr", "conv_relu_pool_summary"), ("fedper", "conv_relu_pool")],
 )
-def test_training_with_opened_layers(
-    method: str, through: str, met: list[tuple[str, bool, object]], monkeypatch: pytest.MonkeyPatch
+def test_training(
+    method: str, function: str, calls: list[tuple[str, bool, object]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A step is as layer by layer, to TF32; also with ISR, which has what the ReLU returns summed up."""
+    """A step equals that of single layers, to TF32; ISR requests a summary of the ReLU."""
 
     def model() -> nn.Module:
-        return opening(nn.Conv2d(6, 4, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(80, 2))
+        return coarse_model(nn.Conv2d(6, 4, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(80, 2))
 
     found = []
     for fuse in (True, False):
-        met.clear()
-        monkeypatch.setattr(chains, "FUSE", fuse)
-        found.append(after_an_epoch(method, model))
-        assert ((through, True) in [call[:2] for call in met]) == fuse
+        calls.clear()
+        with monkeypatch.context() as patch:
+            if not fuse:
+                without_fusion(patch)
+            found.append(train_one_epoch(method, model))
+        assert ((function, True) in [call[:2] for call in calls]) == fuse
     assert gap(*found) < TF32
 
 
 class Doubled(nn.Module):
-    """Works in place, as a user's own layer may."""
+    """A user's layer that works in place."""
 
     def forward(self, x: Tensor) -> Tensor:
         x *= 2
         return x
 
 
-@cuda
-@pytest.mark.parametrize("overwritten", [False, True], ids=["lasting", "overwritten"])
-def test_poolings_are_summed_up_on_the_way(
-    overwritten: bool, met: list[tuple[str, bool, object]], monkeypatch: pytest.MonkeyPatch
+@kernels
+@pytest.mark.parametrize("overwritten", [False, True], ids=["unchanged", "overwritten"])
+def test_summary_of_the_pooling(
+    overwritten: bool, calls: list[tuple[str, bool, object]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the pooling returned is read again on the way back, also where a layer behind it overwrites that."""
+    """The backward pass reads the pooled map, which the next layer may overwrite."""
 
     def model() -> nn.Module:
-        return opening(Doubled() if overwritten else nn.Identity(), nn.Flatten(), nn.Linear(120, 2))
+        return coarse_model(Doubled() if overwritten else nn.Identity(), nn.Flatten(), nn.Linear(120, 2))
 
     method = fl.compose(fl.fedavg(), fl.isr(points=("1", "2")))
     found = []
     for fuse in (True, False):
-        monkeypatch.setattr(chains, "FUSE", fuse)
-        found.append(after_an_epoch(method, model))
-    assert {pooled for name, _, pooled in met if name == "opened_summed"} == {True}
+        with monkeypatch.context() as patch:
+            if not fuse:
+                without_fusion(patch)
+            found.append(train_one_epoch(method, model))
+    assert {pooled for name, _, pooled in calls if name == "conv_relu_pool_summary"} == {True}
     assert gap(*found) < TF32

@@ -1,4 +1,4 @@
-"""Depthwise convolutions of a cohort."""
+"""Depthwise convolutions of a cohort against torch's, client by client."""
 
 from __future__ import annotations
 
@@ -8,37 +8,40 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedloom.engines.vectorised import VectorisedEngine
-from fedloom.gpu import depthwise
-from tests.engines.test_kernels import DEVICE, compare, cuda, random
+from tests.gpu.helpers import DEVICE, compare, kernels, random
 from tests.helpers import everything, federation, fit, gap
+
+pytest.importorskip("triton")
+from fedloom.gpu import depthwise_convolution as depthwise
+from fedloom.gpu import patch_convolution
 
 PLAIN = (1, 1), (0, 0), (1, 1)
 
 
-@cuda
-@pytest.mark.parametrize("own", [True, False], ids=["own", "shared"])
+@kernels
+@pytest.mark.parametrize("own", [True, False], ids=["per client", "shared"])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize(
-    ("size", "kernel", "steps"),
+    ("size", "kernel", "parameters"),
     [
         ((5, 4, 9, 7), (3, 3), ((1, 1), (1, 1), (1, 1))),
         ((3, 7, 12, 11), (5, 2), ((2, 1), (2, 0), (1, 3))),
         ((2, 1, 3, 4), (1, 1), ((2, 3), (0, 0), (1, 1))),
-        ((70, 2, 33, 40), (3, 3), ((2, 2), (1, 1), (2, 2))),  # several pieces
+        ((70, 2, 33, 40), (3, 3), ((2, 2), (1, 1), (2, 2))),  # partial sums
     ],
 )
-def test_depthwise_convolution(size, kernel, steps, bias: bool, own: bool) -> None:
+def test_values_and_gradients(size, kernel, parameters, bias: bool, own: bool) -> None:
     x, w = random(2, *size), random(*((2,) if own else ()), size[1], 1, *kernel)
     b = (random(2, size[1]) if own else random(size[1])) if bias else None
     inputs = [t for t in (x, w, b) if t is not None]
 
     def ours(*tensors: Tensor) -> Tensor:
-        y = depthwise.filtered(*tensors, *([] if bias else [None]), *steps)
+        y = depthwise.depthwise_convolution(*tensors, *([] if bias else [None]), parameters)
         assert y is not None
         return y
 
     axes = (0, *([0] if own else [None]) * (len(inputs) - 1))
-    stride, padding, dilation = steps
+    stride, padding, dilation = parameters
     theirs = torch.stack(
         [
             F.conv2d(x[i], w[i] if own else w, b if b is None or not own else b[i], stride, padding, dilation, size[1])
@@ -48,13 +51,13 @@ def test_depthwise_convolution(size, kernel, steps, bias: bool, own: bool) -> No
     compare(torch.vmap(ours, axes)(*inputs), theirs, inputs, 1e-10)
 
 
-@cuda
+@kernels
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_other_types(dtype: torch.dtype) -> None:
+def test_float32_and_bfloat16(dtype: torch.dtype) -> None:
     x, w, b = (
         t.detach().to(dtype).requires_grad_() for t in (random(2, 3, 4, 8, 8), random(2, 4, 1, 3, 3), random(2, 4))
     )
-    ours = torch.vmap(lambda x, w, b: depthwise.filtered(x, w, b, (1, 1), (1, 1), (1, 1)))(x, w, b)
+    ours = torch.vmap(lambda x, w, b: depthwise.depthwise_convolution(x, w, b, ((1, 1), (1, 1), (1, 1))))(x, w, b)
     wide = [t.detach().double().requires_grad_() for t in (x, w, b)]
     theirs = torch.stack([F.conv2d(*client, padding=1, groups=4) for client in zip(*wide, strict=True)])
     near = {"rtol": 1 / 32, "atol": 1 / 8} if dtype is torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-4}
@@ -65,13 +68,13 @@ def test_other_types(dtype: torch.dtype) -> None:
         assert torch.allclose(a.double(), b_, **near)
 
 
-@cuda
-def test_what_no_kernel_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+@kernels
+def test_conditions(monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[bool] = []
 
     def served(x: Tensor, w: Tensor) -> bool:
         def one(x: Tensor, w: Tensor) -> Tensor:
-            found.append(depthwise.filtered(x, w, None, *PLAIN) is not None)
+            found.append(depthwise.depthwise_convolution(x, w, None, PLAIN) is not None)
             return x
 
         torch.vmap(one)(x, w)
@@ -82,28 +85,28 @@ def test_what_no_kernel_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not served(x, w.float())
     assert not served(x[:1], w[:1])  # one client alone
     assert not served(x, random(2, 4, 1, 9, 3))  # larger than the picture
-    assert not served(x, random(2, 4, 1, 8, 8))  # 64 places
+    assert not served(x, random(2, 4, 1, 8, 8))  # 64 values
     assert not served(x[:, :0], w)
     assert not served(random(2, 3, 5, 8, 8), w)  # another number of channels
-    monkeypatch.setattr(depthwise, "NUMBERS", 3 * 4 * 8 * 8 - 1)
-    assert not served(x, w)  # too many numbers for addresses of 32 bits
+    monkeypatch.setattr(depthwise, "MAX_VALUES", 3 * 4 * 8 * 8 - 1)
+    assert not served(x, w)  # too many values for 32-bit indices
     monkeypatch.undo()
-    assert depthwise.filtered(x[0], w[0], None, *PLAIN) is None  # outside of vmap
+    assert depthwise.depthwise_convolution(x[0], w[0], None, PLAIN) is None  # outside of vmap
 
 
-@cuda
-def test_a_model_with_depthwise_convolutions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Side by side as one by one; groups of two, more filters than channels and other borders are torch's."""
+@kernels
+def test_model_equals_the_loop_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch computes groups of two, several filters per channel and padding by name."""
     data = federation((9, 14, 5), (4, 8, 10), classes=2)
-    met: list[int] = []
-    plain = depthwise.filtered
+    channels: list[int] = []
+    plain = depthwise.depthwise_convolution
 
-    def filtered(x: Tensor, w: Tensor, *others: object) -> Tensor | None:
+    def counted(x: Tensor, w: Tensor, *others: object) -> Tensor | None:
         y = plain(x, w, *others)  # type: ignore[arg-type]
-        met.append(len(w) if y is not None else 0)
+        channels.append(len(w) if y is not None else 0)
         return y
 
-    monkeypatch.setattr(depthwise, "filtered", filtered)
+    monkeypatch.setattr(patch_convolution, "depthwise_convolution", counted)
 
     def model() -> nn.Module:
         torch.manual_seed(0)
@@ -120,8 +123,8 @@ def test_a_model_with_depthwise_convolutions(monkeypatch: pytest.MonkeyPatch) ->
 
     options = {"rounds": 2, "device": DEVICE}
     a = everything(fit("fedavg", model, data, engine="loop", **options))
-    met.clear()
+    channels.clear()
     b = everything(fit("fedavg", model, data, engine=VectorisedEngine(), **options))
     assert gap(a, b) < 1e-9
-    assert set(met) >= {4, 12}
-    assert set(met) <= {0, 4, 12}
+    assert set(channels) >= {4, 12}
+    assert set(channels) <= {0, 4, 12}

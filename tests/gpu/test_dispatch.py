@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import importlib
+import importlib.util
 import json
 import os
 import shutil
@@ -70,7 +72,7 @@ def test_runs_without_the_package(tmp_path: Path) -> None:
 
 
 def imported(tree: ast.AST, package: tuple[str, ...]) -> Iterator[str]:
-    """Names of all modules that a file imports, anywhere in it."""
+    """Yield the names of all modules that a file imports, also inside functions."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -90,7 +92,7 @@ def test_no_other_package_imports_it() -> None:
         assert not {n for n in names if n == "fedloom.gpu" or n.startswith("fedloom.gpu.")}, path
 
 
-def test_where_a_faster_one_does_not_serve_the_plain_formula_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plain_form_computes_what_the_implementation_does_not_support(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "_plain", {})
     monkeypatch.setattr(dispatch, "_faster", {})
 
@@ -100,7 +102,23 @@ def test_where_a_faster_one_does_not_serve_the_plain_formula_does(monkeypatch: p
 
     one = torch.ones(1)
     assert doubled(one).item() == 2
-    dispatch.register({"doubled": lambda x, once=False: None if once else 3 * x})
+
+    def implementation(x: torch.Tensor, *, once: bool = False) -> torch.Tensor | None:
+        return None if once else 3 * x
+
+    implementation.__name__ = "doubled"
+    dispatch.register(implementation)
     assert [doubled(one).item(), doubled(one, once=True).item()] == [3, 1]
+    implementation.__name__ = "other"
     with pytest.raises(AssertionError, match="no operators: other"):
-        dispatch.register({"other": doubled})
+        dispatch.register(implementation)
+
+
+@pytest.mark.parametrize("missing", ["fedloom.gpu", "triton"])
+def test_kernels_are_not_loaded_without_their_package_or_triton(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded: list[str] = []
+    monkeypatch.setattr(dispatch, "_faster", {})
+    monkeypatch.setattr(importlib, "import_module", loaded.append)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == missing else object())
+    dispatch.prepare_for(torch.device("cuda"))
+    assert not loaded

@@ -1,4 +1,4 @@
-"""Products of float32 as three of TF32: to float32's digits, in whatever pieces, and where they are used."""
+"""Products of float32 as three of TF32: precision, limits, and the layers that use them."""
 
 from __future__ import annotations
 
@@ -10,58 +10,54 @@ import torch
 from torch import Tensor, nn
 
 from fedloom import numerics, ops, swaps
-from fedloom.gpu import products
-from tests.engines.test_kernels import DEVICE, cuda
+from tests.gpu.helpers import DEVICE, kernels
+
+pytest.importorskip("triton")
+from fedloom.gpu import linear, tf32x3
 
 DIGITS = 1e-6
-"""Of the largest: what sums of some hundred float32 keep."""
+"""Error of sums of some hundred float32, relative to the largest."""
 
 
 def numbers(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).to(DEVICE)
 
 
-@cuda
+@kernels
 @pytest.mark.parametrize("programs", [1, 64], ids=["whole", "split"])
 @pytest.mark.parametrize(
     ("clients", "rows", "columns", "depth"),
     [(2, 50, 70, 320), (3, 130, 10, 257), (1, 64, 64, 64), (2, 5, 3, 1000)],
 )
-def test_products_keep_the_digits(
+def test_precision(
     clients: int, rows: int, columns: int, depth: int, programs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from fedloom.gpu import threefold
-
-    monkeypatch.setattr(threefold, "PROGRAMS", programs)
+    monkeypatch.setattr(tf32x3, "MIN_PROGRAMS", programs)
     a, b, bias = numbers(clients, rows, depth), numbers(clients, columns, depth), numbers(clients, columns)
-    crossed = a.mT.contiguous().mT, b.mT.contiguous().mT
-    for left, right, shift in ((a, b, bias), (a, b, None), (*crossed, bias), (a, crossed[1], None)):
+    transposed = a.mT.contiguous().mT, b.mT.contiguous().mT
+    for left, right, shift in ((a, b, bias), (a, b, None), (*transposed, bias), (a, transposed[1], None)):
         out = torch.full((clients, rows, columns), torch.nan, device=DEVICE)
-        assert threefold.product(left, right, shift, out) is out
+        assert tf32x3.multiply(left, right, shift, out) is out
         exact = a.double() @ b.double().mT + (0 if shift is None else shift.double()[:, None])
         assert float((out - exact).abs().max() / exact.abs().max()) < DIGITS
 
 
-@cuda
-def test_products_are_added_to_rows_that_lie_apart() -> None:
-    from fedloom.gpu import threefold
-
+@kernels
+def test_accumulation_in_a_strided_tensor() -> None:
     a, b, begun = numbers(2, 70, 300), numbers(2, 66, 300), numbers(70, 2, 66)
-    for onto in (True, False):
+    for accumulate in (True, False):
         out = begun.clone()
-        threefold.product(a, b, None, out.transpose(0, 1), onto=onto)
-        exact = a.double() @ b.double().mT + (begun.double().transpose(0, 1) if onto else 0)
+        tf32x3.multiply(a, b, None, out.transpose(0, 1), accumulate=accumulate)
+        exact = a.double() @ b.double().mT + (begun.double().transpose(0, 1) if accumulate else 0)
         assert float((out.transpose(0, 1) - exact).abs().max() / exact.abs().max()) < DIGITS
 
 
-@cuda
+@kernels
 @pytest.mark.filterwarnings("ignore:invalid value")  # the interpreter's
-def test_what_is_not_finite_stays_so() -> None:
-    from fedloom.gpu import threefold
-
+def test_infinities_and_nans() -> None:
     a, b = numbers(1, 70, 40).abs(), numbers(1, 30, 40).abs()
     a[0, 3, 7], a[0, 5, 2], b[0, 4, 0] = torch.inf, torch.nan, -torch.inf
-    found = threefold.product(a, b, None, torch.empty(1, 70, 30, device=DEVICE))
+    found = tf32x3.multiply(a, b, None, torch.empty(1, 70, 30, device=DEVICE))
     exact = a.double() @ b.double().mT
     assert torch.equal(found.isnan(), exact.isnan())
     assert torch.equal(found.isinf(), exact.isinf())
@@ -69,30 +65,28 @@ def test_what_is_not_finite_stays_so() -> None:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """Shapes of the left factors of all products from now on."""
-    from fedloom.gpu import threefold
-
+    """Return a list of the shapes of the left factors of all products from now on."""
     found: list[tuple[int, ...]] = []
-    plain = threefold.product
+    plain = tf32x3.multiply
 
-    def product(a: Tensor, *rest: Tensor, onto: bool = False) -> Tensor:
+    def counted(a: Tensor, *rest: Tensor, accumulate: bool = False) -> Tensor:
         found.append(tuple(a.shape))
-        return plain(a, *rest, onto=onto)
+        return plain(a, *rest, accumulate=accumulate)
 
-    monkeypatch.setattr(threefold, "product", product)
+    monkeypatch.setattr(tf32x3, "multiply", counted)
     return found
 
 
-@cuda
+@kernels
 @pytest.mark.parametrize(
     ("shape", "outputs", "many"), [((2, 70, 90), 170, False), ((2, 7, 10, 90), 170, True)], ids=["few", "many"]
 )
 def test_linear_layers(
     shape: tuple[int, ...], outputs: int, many: bool, calls: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Forward, and where there is much to multiply both gradients, as torch has them in float64."""
-    monkeypatch.setattr(products, "ROWS", 1 if many else 1 << 20)
-    monkeypatch.setattr(products, "CROSSED", 1 if many else 1 << 40)
+    """Outputs and gradients equal torch's in float64; large gradients use the kernel too."""
+    monkeypatch.setattr(linear, "MIN_ROWS", 1 if many else 1 << 20)
+    monkeypatch.setattr(tf32x3, "MIN_GRADIENT_PRODUCTS", 1 if many else 1 << 40)
     x, w, b = (numbers(*s).requires_grad_() for s in (shape, (2, outputs, 90), (2, outputs)))
     found = torch.vmap(ops.linear)(x, w, b)
     wide = [t.detach().double().requires_grad_() for t in (x, w, b)]
@@ -106,10 +100,10 @@ def test_linear_layers(
     assert [shape[-1] for shape in calls] == ([90, outputs, 70] if many else [90])
 
 
-@cuda
-def test_inputs_that_lie_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The gradient of inputs whose client axis is not in front, or which are turned, is not laid out as they are."""
-    monkeypatch.setattr(products, "ROWS", 1)
+@kernels
+def test_strided_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gradient of inputs whose client axis is not in front, or which are transposed, has other strides."""
+    monkeypatch.setattr(linear, "MIN_ROWS", 1)
     w, d = numbers(2, 170, 90), numbers(2, 70, 170)
     dx = d.double() @ w.double()
     for x, axis, expected in (
@@ -122,10 +116,10 @@ def test_inputs_that_lie_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
         assert float((found - expected).abs().max() / expected.abs().max()) < DIGITS
 
 
-@cuda
-@pytest.mark.parametrize("rows", [1, 1 << 20], ids=["turned", "layer"])
+@kernels
+@pytest.mark.parametrize("rows", [1, 1 << 20], ids=["kernel", "torch"])
 def test_gradients_of_gradients(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "ROWS", rows)
+    monkeypatch.setattr(linear, "MIN_ROWS", rows)
     given = numbers(2, 70, 90), numbers(2, 170, 90), numbers(2, 170)
     found = []
     for layer, dtype in ((ops.linear, torch.float32), (torch.nn.functional.linear, torch.float64)):
@@ -137,24 +131,26 @@ def test_gradients_of_gradients(rows: int, monkeypatch: pytest.MonkeyPatch) -> N
         assert float((mine - other).abs().max() / other.abs().max()) < DIGITS
 
 
-@cuda
-def test_where_three_products_serve() -> None:
+@kernels
+def test_conditions() -> None:
     a, b = numbers(2, 70, 130), numbers(2, 130, 130)
-    assert products._threefold(a, b)
-    assert not products._threefold(a.double(), b.double())
-    assert not products._threefold(a.bfloat16(), b.bfloat16())
-    assert not products._threefold(a[:, :, :60], b[:, :, :60])  # few summands
-    assert not products._threefold(a[:, :20], b[:, :70])  # few products
-    assert products._threefold(numbers(2, 40, 130), numbers(2, 210, 130))
-    assert not products._threefold(numbers(100, 40, 70), numbers(100, 100, 70))  # few rows, but enough columns
-    assert not products._threefold(numbers(1, 1, 64).expand(1, 1 << 23, 64), numbers(1, 64, 64))  # more than a grid has
+    assert tf32x3.is_supported(a, b)
+    assert not tf32x3.is_supported(a.double(), b.double())
+    assert not tf32x3.is_supported(a.bfloat16(), b.bfloat16())
+    assert not tf32x3.is_supported(a[:, :, :60], b[:, :, :60])  # few summands
+    assert not tf32x3.is_supported(a[:, :20], b[:, :70])  # few products
+    assert tf32x3.is_supported(numbers(2, 40, 130), numbers(2, 210, 130))
+    assert not tf32x3.is_supported(numbers(100, 40, 70), numbers(100, 100, 70))  # few rows, but enough columns
+    assert not tf32x3.is_supported(
+        numbers(1, 1, 64).expand(1, 1 << 23, 64), numbers(1, 64, 64)
+    )  # more rows than a grid has programs
     with numerics.tf32(products=True):
-        assert not products._threefold(a, b)
+        assert not tf32x3.is_supported(a, b)
 
 
-@cuda
-def test_a_layer_that_all_clients_share(calls: list[tuple[int, ...]]) -> None:
-    """Without a gradient all of their rows are one product; with one, or of few numbers, torch's."""
+@kernels
+def test_shared_layer(calls: list[tuple[int, ...]]) -> None:
+    """Without a gradient all rows are one product; torch computes the others and small ones."""
     x, w, b = numbers(3, 2, 20, 90), numbers(210, 90), numbers(210)
     for bias in (b, None):
         calls.clear()
@@ -170,9 +166,9 @@ def test_a_layer_that_all_clients_share(calls: list[tuple[int, ...]]) -> None:
     assert not calls
 
 
-@cuda
-def test_one_weight_and_a_bias_for_each() -> None:
-    """A personal bias behind a weight that all clients have: seen from inside both are a client's own."""
+@kernels
+def test_shared_weight_and_a_bias_per_client() -> None:
+    """Inside ``vmap`` an expanded weight has a client axis, like the personal bias."""
     x, w, b = numbers(3, 40, 90), numbers(210, 90), numbers(3, 210)
     with torch.no_grad():
         found = torch.vmap(ops.linear)(x, w.expand(3, 210, 90), b)
@@ -180,9 +176,8 @@ def test_one_weight_and_a_bias_for_each() -> None:
     assert float((found - exact).abs().max() / exact.abs().max()) < DIGITS
 
 
-@cuda
-def test_a_cohort_that_begins_with_one_weight() -> None:
-    """Seen as each client's own, though there is one in memory: each has a gradient of its own."""
+@kernels
+def test_expanded_weight_has_a_gradient_per_client() -> None:
     x, w = numbers(3, 40, 90), numbers(210, 90)
     own = w.expand(3, *w.shape).requires_grad_()
     found = torch.vmap(lambda x, w: ops.linear(x, w, None))(x, own)
@@ -192,12 +187,12 @@ def test_a_cohort_that_begins_with_one_weight() -> None:
     assert float((gradient - expected).abs().max() / expected.abs().max()) < DIGITS
 
 
-@cuda
+@kernels
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 def test_recurrent_layers(kind: Any, calls: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of their products, of which a client's rows lie far apart."""
-    for name in ("CROSSED", "LARGE", "DEEP"):
-        monkeypatch.setattr(products, name, 1)
+    """All products use the kernel; a client's rows are not contiguous."""
+    for name in ("MIN_GRADIENT_PRODUCTS", "MIN_PRODUCTS", "MIN_DEPTH"):
+        monkeypatch.setattr(tf32x3, name, 1)
     layer, x = kind(50, 60, batch_first=True).to(DEVICE), numbers(3, 8, 5, 50)
     theirs = copy.deepcopy(layer).cpu().double()
     swaps.prepare(layer)
@@ -215,11 +210,11 @@ def test_recurrent_layers(kind: Any, calls: list[tuple[int, ...]], monkeypatch: 
     assert len(calls) == 1 + 5 + 4 + 3
 
 
-@cuda
-def test_rows_that_lie_too_far_apart() -> None:
-    """Addresses within what a client has are of 32 bits; those of a cohort are not."""
+@kernels
+def test_32_bit_indices_must_reach_all_values() -> None:
+    """Indices within a client's values have 32 bits; those of the cohort have more."""
     a, b = numbers(2, 70, 130), numbers(2, 130, 130)
     apart = torch.empty(1, device=DEVICE).expand(2, 70, 130)
-    assert products._threefold(a, b, apart)
+    assert tf32x3.is_supported(a, b, apart)
     far = torch.as_strided(torch.empty(1, device="meta"), (2, 70, 130), (130, 1 << 25, 1))
-    assert not products._threefold(a, b, far)
+    assert not tf32x3.is_supported(a, b, far)
