@@ -222,7 +222,7 @@ def test_isr_reads_summaries(method: str, monkeypatch: pytest.MonkeyPatch) -> No
     ours = fl.fit(method, net, data, **options)
     assert any(called)
     with monkeypatch.context() as patch:
-        patch.setattr(sys.modules["fedloom.plugins.isr"], "Summed", str)
+        patch.setattr(sys.modules["fedloom.plugins.isr"], "summary_of", str)
         called.clear()
         theirs = fl.fit(method, net, data, **options)
     assert not called
