@@ -4,4 +4,4 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
-collect_ignore_glob = [] if find_spec("flwr") else ["src/fedloom/engines/flower/*", "src/fedloom/deploy/*"]
+collect_ignore_glob = [] if find_spec("flwr") else ["src/fedloom/flower/*"]

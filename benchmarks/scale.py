@@ -95,8 +95,8 @@ def store(clients: int) -> dict[str, float]:
     import numpy as np
     import torch
 
-    from fedloom.store.clients import ClientStore
-    from fedloom.work import ClientState
+    from fedloom.clients.states import ClientState
+    from fedloom.store.client_store import ClientStore
 
     before = resident()
     with tempfile.TemporaryDirectory() as folder:
@@ -123,7 +123,7 @@ def lag(clients: int) -> dict[str, float]:
     """LAG's score of one layer: every pair by hand, and as a matrix product."""
     import torch
 
-    from fedloom.aggregators.pairs import gram
+    from fedloom.ops.gram import gram
     from fedloom.plugins.lag import conflicts
 
     torch.set_num_threads(1)

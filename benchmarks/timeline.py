@@ -21,7 +21,8 @@ from gpu import fitted, pictures
 from torch.profiler import ProfilerActivity, profile
 
 import fedloom as fl
-from fedloom import server
+from fedloom.clients import states
+from fedloom.rounds import server
 
 Clients = Sequence[tuple[Any, Any]]
 METHODS = ("fedavg", "scaffold", "fedmap", "fedavg + lag(k=2)", "fedavg + isr", "fedavg + isr + lag(k=2)", "fedaims")
@@ -41,7 +42,7 @@ def timed(method: str, data: Clients, rounds: int = 30) -> tuple[float, float]:
     waiting, found = [0.0], list[tuple[float, float]]()
     confirm = server.confirm
 
-    def waited(pending: server.PendingRound) -> tuple[server.ServerState, server.Outcome]:
+    def waited(pending: server.PendingRound) -> tuple[states.ServerState, server.Outcome]:
         begun = time.perf_counter()
         value = confirm(pending)
         waiting[0] += time.perf_counter() - begun

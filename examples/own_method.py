@@ -13,9 +13,9 @@ import sys
 from pathlib import Path
 
 import fedloom as fl
-from fedloom import tree
-from fedloom.registry import plugin, recipe
-from fedloom.slots import Term
+from fedloom import tensors
+from fedloom.spec.parts import Term
+from fedloom.spec.registry import plugin, recipe
 
 
 # 1. What is new is one term of a client's objective. It is a plug-in: it stacks on every method there is.
@@ -26,7 +26,7 @@ def lean(mu: float = 1.0, n0: float = 50.0):
     def pull(view, batch, seen):
         names = [name for name in view.trained if seen.specs[name].sent]
         gap = {name: view.leaves[name] - seen.received[name] for name in names}
-        return mu * n0 / (seen.n + n0) * tree.square_norm(gap) / 2
+        return mu * n0 / (seen.n + n0) * tensors.square_norm(gap) / 2
 
     return lambda method: method.adding(terms=(Term(owner="lean", fn=pull),)) if mu else method
 

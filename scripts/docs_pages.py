@@ -20,11 +20,13 @@ import torch
 from torch import nn
 
 import fedloom as fl
-from fedloom import config, network, tasks
-from fedloom.bound import bind
+from fedloom import tasks
 from fedloom.cli.listing import form, option_rows
-from fedloom.options import meanings
-from fedloom.registry import METHODS, PLUGINS, Entry
+from fedloom.network import inspect_model
+from fedloom.network.bound_method import bind
+from fedloom.runs import config_file as config
+from fedloom.spec.options import meanings
+from fedloom.spec.registry import METHODS, PLUGINS, Entry
 
 if TYPE_CHECKING:
     from mkdocs.config.defaults import MkDocsConfig
@@ -262,7 +264,7 @@ def refusal(text: str) -> str | None:
         try:
             method: fl.Method | None = fl.method(text)
             while method is not None:
-                model = network.build(net(), torch.zeros(2, 6), task="classification")
+                model = inspect_model.build(net(), torch.zeros(2, 6), task="classification")
                 bind(method, model, tasks.named("classification"))
                 method = None if method.then is None else method.then[1]
         except fl.UserError as error:

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import fedloom as fl
-from fedloom.run import Run
-from fedloom.types import Leaves
+from fedloom.rounds.run import Run
+from fedloom.tensors import Leaves
 
 AWKWARD = (1, 7, 64, 65, 640)
 """Client sizes that exercise padding, masks and the one-row rule with batches of 64."""

@@ -14,8 +14,10 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
-from fedloom.deploy import node, processes, project, results
-from fedloom.deploy.rows import SiteConfig
+from fedloom.flower.server import processes, results
+from fedloom.flower.setup import project
+from fedloom.flower.site import node
+from fedloom.flower.site.site_data import SiteConfig
 
 
 def main(folder: Path) -> None:

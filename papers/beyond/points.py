@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import fedloom as fl
-from fedloom.structure import Structure
-from fedloom.taps.points import candidates, leaves_before
+from fedloom.spec.structure import Structure
+from fedloom.spec.taps import candidates, leaves_before
 from papers.lib import study, tables
 from papers.omniisr import small
 

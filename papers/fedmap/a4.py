@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 import fedloom as fl
-from fedloom.priors import Gaps
+from fedloom.plugins.map_prior.priors import Gaps
 
 SIZES = (60, 1, 2, 3, 50)
 PUBLISHED = {"mu_a": -1.0735, "mu_b": 9.4882, "s_a": 1.9431, "s_b": 97.7605, "alpha_a": 0.3400, "alpha_b": 0.0101}

@@ -1,13 +1,13 @@
 """fedloom: personalised federated learning on PyTorch, with methods woven from parts that compose."""
 
 from fedloom import data, models
-from fedloom.checks import check_method
+from fedloom.api import fit
 from fedloom.comparison import Comparison, compare, load_comparison
+from fedloom.comparison.cross_validation import cross_validate
+from fedloom.comparison.gain import gain
+from fedloom.contract.check_method import check_method
 from fedloom.data import Federation, affine, chunks, classes_per_client, dirichlet, iid, natural, quantity, shards
 from fedloom.errors import Conflict, FedloomError, NotVectorisable, RunError, UnknownName, UserError
-from fedloom.expr import method
-from fedloom.folds import cross_validate
-from fedloom.gains import gain
 from fedloom.methods import (
     apfl,
     balancefl,
@@ -53,7 +53,6 @@ from fedloom.methods import (
     qfedavg,
     scaffold,
 )
-from fedloom.optim import adam, adamw, sgd
 from fedloom.plugins import (
     account,
     aims,
@@ -71,13 +70,14 @@ from fedloom.plugins import (
     robust,
     server_momentum,
 )
-from fedloom.priors import gaussian, laplace, learnable_gaussian, student_t
-from fedloom.record import Method, Plugin, compose
-from fedloom.registry import describe, list_methods, list_plugins
+from fedloom.plugins.map_prior.priors import gaussian, laplace, learnable_gaussian, student_t
 from fedloom.reports import pictures, report
-from fedloom.result import Result
-from fedloom.simulation import fit
-from fedloom.store import load_run
+from fedloom.runs.loading import load_run
+from fedloom.runs.result import Result
+from fedloom.spec.method import Method, Plugin, compose
+from fedloom.spec.optimizer import adam, adamw, sgd
+from fedloom.spec.registry import describe, list_methods, list_plugins
+from fedloom.spec.text_form import method
 from fedloom.tasks import Task, segmentation
 from fedloom.version import __version__ as __version__
 

@@ -18,7 +18,7 @@ from torch import nn
 
 import fedloom as fl
 from fedloom.errors import UserError
-from fedloom.store import disk
+from fedloom.store import atomic
 from tests.cli.conftest import Cli
 from tests.helpers import federation, mlp
 
@@ -224,7 +224,7 @@ def test_full_disk(config: Path, tmp_path: Path, limit: int) -> None:
 
 
 def _arguments(path: Path) -> dict[str, Any]:
-    from fedloom import config
+    from fedloom.runs import config_file as config
 
     return {k: v for k, v in config.load(path).items() if k != "rounds"}
 
@@ -233,7 +233,7 @@ def test_failing_writer(cli: Cli, config: Path, tmp_path: Path, monkeypatch: pyt
     def full(number: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(disk.os, "fsync", full)
+    monkeypatch.setattr(atomic.os, "fsync", full)
     assert "No space left on device; make room" in cli("run", config, "--out", tmp_path / "run").mistake()
     assert not list((tmp_path / "run").rglob("*.tmp"))
 
@@ -255,7 +255,7 @@ def test_anything_else_is_status_one(cli: Cli, config: Path, tmp_path: Path, mon
     def broken(*args: object, **kwargs: object) -> None:
         raise ZeroDivisionError("no reason")
 
-    monkeypatch.setattr("fedloom.cli.running.fit", broken)
+    monkeypatch.setattr("fedloom.cli.run.fit", broken)
     outcome = cli("run", config, "--out", tmp_path / "run")
     assert outcome.status == 1
     assert "Traceback" not in outcome.err

@@ -14,7 +14,7 @@ import torch
 from safetensors import safe_open
 
 import fedloom as fl
-from fedloom.cli import showing
+from fedloom.cli import demo
 from tests.cli.conftest import Cli
 
 COMMANDS = [
@@ -228,12 +228,12 @@ def test_tune_writes_its_answer_into_the_configuration(cli: Cli, config: Path) -
     text = config.read_text()
     assert text.splitlines()[0] == f'engine = "{found["engine"]}"'
     assert text.endswith(before.split("method", 1)[1])
-    assert fl.config.load(config)["engine"] == found["engine"]  # type: ignore[attr-defined]
+    assert fl.runs.config_file.load(config)["engine"] == found["engine"]  # type: ignore[attr-defined]
 
 
 def test_demo_ends_with_a_table(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(showing, "ROUNDS", 1)
-    monkeypatch.setattr(showing, "DEMO", ("local", "fedavg", "nothing of this name", "fedper"))
+    monkeypatch.setattr(demo, "ROUNDS", 1)
+    monkeypatch.setattr(demo, "DEMO", ("local", "fedavg", "nothing of this name", "fedper"))
     threads = torch.get_num_threads()
     try:
         outcome = cli("demo", "--out", tmp_path / "demo", "--json")
@@ -252,9 +252,9 @@ def test_demo_ends_with_a_table(cli: Cli, tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_demo_finds_a_free_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert showing._free() == Path("runs/demo")
+    assert demo._free() == Path("runs/demo")
     (tmp_path / "runs" / "demo").mkdir(parents=True)
-    assert showing._free() == Path("runs/demo-2")
+    assert demo._free() == Path("runs/demo-2")
 
 
 @pytest.mark.slow
@@ -265,5 +265,5 @@ def test_the_whole_demo(cli: Cli, tmp_path: Path) -> None:
     begun = time.process_time()
     found = json.loads(cli("demo", "--out", tmp_path / "demo", "--json").out)
     assert time.process_time() - begun < 90
-    assert [row["method"] for row in found["methods"]] == list(showing.DEMO)
+    assert [row["method"] for row in found["methods"]] == list(demo.DEMO)
     assert all(row["gain_over_local"] > 0 for row in found["methods"][1:])

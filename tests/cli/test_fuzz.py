@@ -16,10 +16,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import fedloom as fl
-from fedloom import config
 from fedloom.cli import main
 from fedloom.errors import UserError
-from fedloom.options import option_names
+from fedloom.runs import config_file
+from fedloom.spec.options import option_names
 
 CASES = settings(max_examples=1000, deadline=None, suppress_health_check=list(HealthCheck))
 
@@ -79,7 +79,7 @@ loose = st.recursive(
     lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(noise, inner, max_size=3)),
     max_leaves=6,
 )
-sections = {name: option_names(cls) for name, cls in config.SECTIONS.items()}
+sections = {name: option_names(cls) for name, cls in config_file.SECTIONS.items()}
 sections |= {
     "optimizer": ("name", "lr", "momentum", "betas", "decay"),
     "model": ("name", "hidden", "width", "head", "norm"),
@@ -91,7 +91,7 @@ def tables(draw: st.DrawFn) -> dict[str, Any]:
     """A configuration that is right in most places."""
     table: dict[str, Any] = {"method": "fedavg", "data": {"name": "digits", "clients": 3}, "rounds": 1}
     for _ in range(draw(st.integers(1, 3))):
-        key = draw(st.one_of(st.sampled_from(config.KEYS), noise))
+        key = draw(st.one_of(st.sampled_from(config_file.KEYS), noise))
         if key in sections and draw(st.booleans()):
             inner = table.setdefault(key, {})
             if isinstance(inner, dict):
@@ -105,20 +105,20 @@ def tables(draw: st.DrawFn) -> dict[str, Any]:
 @given(tables())
 def test_tables(table: dict[str, Any]) -> None:
     with contextlib.suppress(UserError):
-        config.check(table)
+        config_file.check(table)
 
 
 @CASES
-@given(st.one_of(noise, st.tuples(st.sampled_from(config.KEYS), noise).map("=".join), st.text(max_size=40)))
+@given(st.one_of(noise, st.tuples(st.sampled_from(config_file.KEYS), noise).map("=".join), st.text(max_size=40)))
 def test_assignments_and_files(text: str) -> None:
     table: dict[str, Any] = {"method": "fedavg", "data": {"name": "digits"}, "rounds": 3, "model": "mlp"}
     with contextlib.suppress(UserError):
-        config.assign(table, text)
+        config_file.assign(table, text)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "c.toml"
         path.write_bytes(text.encode("utf-8", "surrogatepass"))
         with contextlib.suppress(UserError):
-            config.load(path)
+            config_file.load(path)
 
 
 def status(*argv: str) -> tuple[int, str]:
@@ -159,7 +159,9 @@ def runnable(draw: st.DrawFn) -> dict[str, Any]:
     }
     for _ in range(draw(st.integers(1, 3))):
         key = draw(
-            st.sampled_from([k for k in config.KEYS if k not in ("method", "device", "workers", "epochs", "rounds")])
+            st.sampled_from(
+                [k for k in config_file.KEYS if k not in ("method", "device", "workers", "epochs", "rounds")]
+            )
         )
         if key in sections:
             inner = table.setdefault(key, {})
@@ -176,7 +178,7 @@ def runnable(draw: st.DrawFn) -> dict[str, Any]:
 def test_whole_runs(table: dict[str, Any]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path, run = Path(folder) / "c.toml", Path(folder) / "run"
-        path.write_text(tomli_w.dumps(config.plain(table)))
+        path.write_text(tomli_w.dumps(config_file.plain(table)))
         code, err = status("run", str(path), "--out", str(run), "--quiet")
         assert code in (0, 2), (code, err)
         assert "Traceback" not in err

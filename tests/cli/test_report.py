@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fedloom.reports import making
+from fedloom.reports import make_report
 from tests.cli.conftest import Cli
 from tests.reports.conftest import written
 
@@ -33,7 +33,7 @@ def test_watch_goes_on_until_the_run_is_finished(cli: Cli, tmp_path: Path, monke
         seen.append((seconds, (run / "report.html").read_text(encoding="utf-8")))
         (run / "clients.csv").write_bytes(table)
 
-    monkeypatch.setattr(making.time, "sleep", sleep)
+    monkeypatch.setattr(make_report.time, "sleep", sleep)
     assert cli("report", run, "--watch", "5").out == f"report: {run / 'report.html'}\n"
     ((seconds, during),) = seen
     assert seconds == 5

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 
 import fedloom as fl
-from fedloom.registry import recipe
+from fedloom.spec.registry import recipe
 
 OWN = "FEDLOOM_TEST_OWN_METHOD"
 

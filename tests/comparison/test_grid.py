@@ -12,7 +12,7 @@ from fedloom.comparison import resources
 from fedloom.comparison.arguments import arguments
 from fedloom.comparison.grid import folder_of, methods_of, seeds_of, sweeps_of
 from fedloom.comparison.resources import jobs_of
-from fedloom.engines import choice
+from fedloom.runs import choose_engine
 
 DIGITS = {"name": "digits", "clients": 4}
 
@@ -100,7 +100,7 @@ def test_values_find_their_places(base: dict[str, Any], options: dict[str, Any],
 
 def test_an_optimiser_object_is_a_table_to_a_sweep() -> None:
     made = arguments({"optimizer": fl.sgd(lr=0.1, momentum=0.9)}, "fedavg", 0, {"optimizer.lr": 0.5})
-    assert fl.config.optimizer_of(made["optimizer"]) == fl.sgd(lr=0.5, momentum=0.9)  # type: ignore[attr-defined]
+    assert fl.runs.config_file.optimizer_of(made["optimizer"]) == fl.sgd(lr=0.5, momentum=0.9)  # type: ignore[attr-defined]
 
 
 def test_folders_have_names_of_their_own() -> None:
@@ -127,7 +127,7 @@ def test_jobs_go_by_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("told", "expected"), [("3", 3), ("0", 1), ("", None), ("many", None)])
 def test_a_run_may_be_told_its_processors(monkeypatch: pytest.MonkeyPatch, told: str, expected: int | None) -> None:
     monkeypatch.setenv("FEDLOOM_CPUS", told)
-    assert choice.processors() == (os.cpu_count() if expected is None else expected)
+    assert choose_engine.processors() == (os.cpu_count() if expected is None else expected)
 
 
 def test_methods_from_text_and_objects() -> None:

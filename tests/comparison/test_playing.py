@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 import fedloom as fl
-from fedloom.comparison import playing, resources
-from fedloom.comparison.playing import KILLED
-from fedloom.registry import METHODS
+from fedloom.comparison import execution, resources
+from fedloom.comparison.execution import KILLED
+from fedloom.spec.registry import METHODS
 from tests.comparison import recipes, sources
 
 QUICK: dict[str, Any] = {
@@ -42,13 +42,13 @@ def curves(made: fl.Comparison) -> list[Any]:
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """The folders that ``fit`` is called for, in order."""
     found: list[Path] = []
-    original = playing.fit
+    original = execution.fit
 
     def counted(**options: Any) -> fl.Result:
         found.append(options["out"])
         return original(**options)
 
-    monkeypatch.setattr(playing, "fit", counted)
+    monkeypatch.setattr(execution, "fit", counted)
     return found
 
 

@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 
 import fedloom as fl
-from fedloom.objectives import data_term
-from fedloom.slots import Stage, Term
-from fedloom.types import Batch, Leaves, Message, Seen
-from fedloom.view import View
+from fedloom.spec.parts import Stage, Term
+from fedloom.spec.seen import Seen
+from fedloom.spec.terms import data_term
+from fedloom.spec.view import View
+from fedloom.tasks.batch import Batch
+from fedloom.tensors import Leaves, Message
 
 SHORT = {"fedaf": "fedaf(ipc=1, image_steps=2, server_epochs=1)"}
 """Settings for methods whose own are long."""

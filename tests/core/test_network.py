@@ -13,14 +13,18 @@ import torch
 from torch import Tensor, nn
 
 import fedloom as fl
-from fedloom import batches, frames, network
-from fedloom.building import make_module
-from fedloom.slots import Phase, Sampler
+from fedloom.clients import batches
+from fedloom.network import functional, inspect_model
+from fedloom.ops import forward_context
+from fedloom.runs.problem import make_module
+from fedloom.spec.parts import Phase, Sampler
 from tests.helpers import bn_mlp, federation, fit, gap, identical, mlp, own, shared
 
 
-def build(module: nn.Module, sample: Tensor | None = None, **options: object) -> network.Network:
-    return network.build(module, torch.zeros(2, 6) if sample is None else sample, task="classification", **options)  # type: ignore[arg-type]
+def build(module: nn.Module, sample: Tensor | None = None, **options: object) -> functional.Network:
+    return inspect_model.build(
+        module, torch.zeros(2, 6) if sample is None else sample, task="classification", **options
+    )  # type: ignore[arg-type]
 
 
 class Branches(nn.Module):
@@ -94,7 +98,7 @@ def test_forward_at_other_leaves_equals_the_module() -> None:
         module = copy.deepcopy(original)
         net = build(module, dtype=torch.float64)
         leaves = {k: v.clone() for k, v in net.start.items()}
-        out = net(leaves, x, frames.Frame(), train=mode)
+        out = net(leaves, x, forward_context.Frame(), train=mode)
         module.train(mode)
         assert torch.equal(out, module(x))
         if mode:
@@ -107,14 +111,14 @@ def test_masked_batch_norm_equals_plain_on_the_real_rows() -> None:
     padded = torch.cat([x, torch.full((3, 6), 7.0, dtype=torch.float64)])
     mask = torch.tensor([1.0] * 5 + [0.0] * 3)
     a, b = ({k: v.clone() for k, v in net.start.items()} for _ in range(2))
-    plain = net(a, x, frames.Frame(), train=True)
-    masked = net(b, padded, frames.Frame(mask=mask), train=True)
+    plain = net(a, x, forward_context.Frame(), train=True)
+    masked = net(b, padded, forward_context.Frame(mask=mask), train=True)
     torch.testing.assert_close(masked[:5], plain, rtol=1e-12, atol=1e-12)
     for name in ("1.running_mean", "1.running_var"):
         torch.testing.assert_close(a[name], b[name], rtol=1e-12, atol=1e-12)
     assert int(b["1.num_batches_tracked"]) == 1
     nothing = {k: v.clone() for k, v in net.start.items()}
-    net(nothing, padded, frames.Frame(mask=torch.zeros(8)), train=True)
+    net(nothing, padded, forward_context.Frame(mask=torch.zeros(8)), train=True)
     assert all(torch.equal(nothing[k], net.start[k]) for k in net.start)
 
 
@@ -122,7 +126,7 @@ def test_taps_are_copies() -> None:
     module = nn.Sequential(nn.Linear(6, 4), nn.ReLU(inplace=True), nn.Linear(4, 3))
     net = build(module)
     net.want(frozenset({"0", "z"}))
-    frame = frames.Frame(wanted=frozenset({"0", "z"}))
+    frame = forward_context.Frame(wanted=frozenset({"0", "z"}))
     net(dict(net.start), torch.randn(9, 6), frame, train=True)
     assert float(frame.features["0"].min()) < 0
     assert float(frame.features["z"].min()) >= 0
@@ -150,8 +154,8 @@ def test_threads_keep_their_frames_apart() -> None:
             assert (overtaken if first else ended).wait(10)
             return x
 
-    def tapped(net: network.Network, x: Tensor) -> dict[str, Tensor]:
-        frame = frames.Frame(wanted=frozenset({"z"}))
+    def tapped(net: functional.Network, x: Tensor) -> dict[str, Tensor]:
+        frame = forward_context.Frame(wanted=frozenset({"z"}))
         net(net.start, x, frame, train=True)
         return frame.features
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import fedloom as fl
-from fedloom.optim import Optimizer
+from fedloom.spec.optimizer import Optimizer
 
 CASES: dict[str, tuple[Optimizer, Callable[[Any], torch.optim.Optimizer]]] = {
     "sgd": (fl.sgd(0.1), lambda p: torch.optim.SGD(p, lr=0.1)),

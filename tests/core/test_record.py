@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from torch import nn
 
 import fedloom as fl
-from fedloom import network
-from fedloom.bound import bind
-from fedloom.expr import can_rebuild, parse_call
-from fedloom.record import Plugin
-from fedloom.registry import METHODS, plugin, recipe
-from fedloom.slots import Rule
+from fedloom.network import inspect_model
+from fedloom.network.bound_method import bind
+from fedloom.spec.method import Plugin
+from fedloom.spec.parts import Rule
+from fedloom.spec.registry import METHODS, plugin, recipe
+from fedloom.spec.text_form import can_rebuild, parse_call
 from fedloom.tasks import TASKS
 from tests.helpers import bn_mlp, federation, fit, mlp
 
@@ -25,7 +25,9 @@ from tests.helpers import bn_mlp, federation, fit, mlp
 def bound(method: str | fl.Method, make=None):  # type: ignore[no-untyped-def]
     module = (make or bn_mlp())()
     return bind(
-        fl.method(method), network.build(module, torch.zeros(2, 6), task="classification"), TASKS["classification"]
+        fl.method(method),
+        inspect_model.build(module, torch.zeros(2, 6), task="classification"),
+        TASKS["classification"],
     )
 
 
@@ -166,7 +168,7 @@ def test_two_owners_of_a_leaf_conflict() -> None:
 
 
 def test_two_copies_of_one_name_conflict() -> None:
-    from fedloom.slots import Copy
+    from fedloom.spec.parts import Copy
 
     with pytest.raises(fl.Conflict, match="copy of the model named 'own'"):
         bound(fl.ditto().adding(copies=(Copy(owner="x", name="own"),)))

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 import fedloom as fl
-from fedloom import server
-from fedloom.newcomers import held_out
-from fedloom.reducers import maximum, mean, ratio, stack, total
-from fedloom.sampling import cohort_size, sample
-from fedloom.slots import Receive, Send, ServerStage, Stage, Term
-from fedloom.store.clients import ClientStore
+from fedloom.rounds import server
+from fedloom.rounds.sampling import cohort_size, sample
+from fedloom.rounds.unseen_clients import held_out
+from fedloom.spec.parts import Receive, Send, ServerStage, Stage, Term
+from fedloom.spec.reducers import maximum, mean, ratio, stack, total
+from fedloom.store.client_store import ClientStore
 from tests.helpers import bn_mlp, federation, fit, mlp, run_of
 
 DATA = federation((9, 14, 5, 8))

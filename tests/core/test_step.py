@@ -12,20 +12,21 @@ import torch
 from torch import Tensor
 
 import fedloom as fl
-from fedloom import rng, server
-from fedloom.bound import BoundPhase
+from fedloom import rng
 from fedloom.clients.arrangement import ONE_CLIENT, Arrangement, Shapes
+from fedloom.clients.messages import Participant, Post
 from fedloom.clients.runner import ClientRunner, planned
 from fedloom.clients.step import EagerRunner, PhaseStart, Step, StepRunner, StepState
 from fedloom.engines.vectorised import VectorisedEngine, compiled
 from fedloom.engines.vectorised.arrangement import ManyClients
 from fedloom.engines.vectorised.rows import RowCache
 from fedloom.engines.vectorised.traced import TracedGradients, Traces
-from fedloom.optim import OptState
-from fedloom.run import Run
-from fedloom.slots import Phase, Receive, Schedule, Send, Term
+from fedloom.network.bound_method import BoundPhase
+from fedloom.rounds import server
+from fedloom.rounds.run import Run
+from fedloom.spec.optimizer import OptState
+from fedloom.spec.parts import Phase, Receive, Schedule, Send, Term
 from fedloom.torch_internals import pytree
-from fedloom.work import Participant, Post
 from tests.helpers import bn_mlp, dropout_mlp, everything, federation, fit, gap, mlp, run_of
 
 SIZES = (14, 9, 5)

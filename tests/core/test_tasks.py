@@ -14,7 +14,8 @@ from torch import Tensor
 import fedloom as fl
 from fedloom.tasks import TASKS, Task, named
 from fedloom.tasks.base import class_logits
-from fedloom.types import Batch, Leaves
+from fedloom.tasks.batch import Batch
+from fedloom.tensors import Leaves
 from tests.helpers import federation, fit
 
 DRAW = np.random.default_rng(0)

@@ -9,22 +9,23 @@ from typing import Any
 import pytest
 import torch
 
-from fedloom import transfer, tree
-from fedloom.optim import OptState
-from fedloom.reducers import mean
-from fedloom.store.packing import pack, unpack
+from fedloom import devices
+from fedloom import tensors as tree
+from fedloom.clients.states import ClientState
+from fedloom.spec.optimizer import OptState
+from fedloom.spec.reducers import mean
+from fedloom.store.codec import pack, unpack
 from fedloom.store.segments import Segment, content
-from fedloom.work import ClientState
 
 
 def test_values_of_several_types_come_back_in_order() -> None:
     kinds = [torch.float32, torch.int64, torch.float64, torch.bfloat16, torch.float32, torch.float64]
     values = [torch.tensor(i + 0.5, dtype=torch.float64).to(kind) for i, kind in enumerate(kinds)]
     values.append(torch.tensor(math.nan))
-    found = transfer.read_scalars(values)
+    found = devices.read_scalars(values)
     assert found[:-1] == [float(v) for v in values[:-1]]
     assert math.isnan(found[-1])
-    assert transfer.read_scalars([]) == []
+    assert devices.read_scalars([]) == []
 
 
 @pytest.mark.parametrize("kind", [torch.float64, torch.float32, torch.bfloat16, torch.float16])

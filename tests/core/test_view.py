@@ -9,10 +9,11 @@ import torch
 from torch import nn
 
 import fedloom as fl
-from fedloom import network, tasks
-from fedloom.bound import bind
-from fedloom.types import Batch
-from fedloom.view import View
+from fedloom import tasks
+from fedloom.network import inspect_model
+from fedloom.network.bound_method import bind
+from fedloom.spec.view import View
+from fedloom.tasks.batch import Batch
 
 
 def test_a_fixed_view_has_no_gradient() -> None:
@@ -22,7 +23,7 @@ def test_a_fixed_view_has_no_gradient() -> None:
         warnings.simplefilter("ignore", UserWarning)
         bound = bind(
             fl.method("fedavg"),
-            network.build(model, torch.zeros(2, 4), task="classification"),
+            inspect_model.build(model, torch.zeros(2, 4), task="classification"),
             tasks.named("classification"),
         )
     none: Any = None

@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 import torch
 
-from fedloom.data import DATASETS, Preprocess, dirichlet, files, images, load
-from fedloom.data.clinical import parse_heart
-from fedloom.data.files import Official, Remote, read_official
+from fedloom.data import DATASETS, Preprocess, dirichlet, load
+from fedloom.data.sets import download, images
+from fedloom.data.sets.clinical import parse_heart
+from fedloom.data.sets.download import Official, Remote, read_official
 from fedloom.errors import UserError
 
 DRAW = np.random.Generator(np.random.Philox(1))
@@ -32,8 +33,8 @@ def _no_network(monkeypatch, tmp_path):
             return opened(url, timeout=timeout)
         raise OSError("no network here")
 
-    opened = files.urllib.request.urlopen
-    monkeypatch.setattr(files.urllib.request, "urlopen", refuse)
+    opened = download.urllib.request.urlopen
+    monkeypatch.setattr(download.urllib.request, "urlopen", refuse)
 
 
 def idx(array: np.ndarray) -> bytes:

@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedloom.data import Federation, Preprocessing, encode_table, read
-from fedloom.data.object_arrays import read_objects
-from fedloom.data.tables import read_csv
+from fedloom.data.readers.object_arrays import read_objects
+from fedloom.data.readers.tables import read_csv
 from fedloom.errors import UserError
 
 X = np.arange(60, dtype=np.float32).reshape(20, 3)

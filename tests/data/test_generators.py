@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from fedloom.data import load, synthetic
-from fedloom.data.generators import _rotation
+from fedloom.data.sets.synthetic import _rotation
 from fedloom.errors import UserError
 from fedloom.rng import stream
 

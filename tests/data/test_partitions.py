@@ -5,18 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedloom.data import (
-    PARTITIONS,
-    Partitioner,
-    affine,
-    classes_per_client,
-    dirichlet,
-    iid,
-    natural,
-    quantity,
-    shards,
-)
-from fedloom.data.dealing import apportion, largest_remainder, simplex
+from fedloom.data import PARTITIONS, Partitioner, affine, classes_per_client, dirichlet, iid, natural, quantity, shards
+from fedloom.data.partition import apportion, largest_remainder, simplex
 from fedloom.errors import UserError
 from fedloom.rng import stream
 

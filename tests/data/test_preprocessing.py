@@ -12,7 +12,7 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import MinMaxScaler, StandardScaler
 
 from fedloom.data import ClientData, Federation, Preprocess, Preprocessing
-from fedloom.data.fitting import IMPUTERS
+from fedloom.data.preprocess import IMPUTERS
 from fedloom.data.rows import make_rows
 from fedloom.errors import UserError
 from fedloom.rng import stream

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedloom.data import Dataset, Rows, affine, dirichlet, iid, load, natural, quantity
-from fedloom.data.splits import cut, matched, three_way
+from fedloom.data.split import cut, matched, three_way
 from fedloom.errors import UserError
 from fedloom.rng import stream
 

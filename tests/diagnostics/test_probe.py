@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 import fedloom as fl
-from fedloom import diagnostics, theory
+from fedloom import theory
 from fedloom.errors import UserError
+from fedloom.theory import measured as diagnostics
 from tests.helpers import federation, mlp
 
 X = np.array([[[1.0], [1.0]], [[1.0], [-1.0]], [[-1.0], [1.0]]])

@@ -13,7 +13,7 @@ from pathlib import Path
 import matplotlib as mpl
 import pytest
 
-from fedloom.registry import METHODS, PLUGINS
+from fedloom.spec.registry import METHODS, PLUGINS
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-from fedloom.registry import METHODS, PLUGINS
+from fedloom.spec.registry import METHODS, PLUGINS
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import fedloom as fl
-from fedloom.registry import METHODS, PLUGINS
+from fedloom.spec.registry import METHODS, PLUGINS
 from scripts import docs_pages
 
 pytest.importorskip("mkdocs", reason="mkdocs is not installed: pip install 'fedloom[docs]'")

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fedloom.engines.vectorised.algebra import simplify
+from fedloom.engines.vectorised.graph_rewrites import simplify
 from fedloom.engines.vectorised.traced import tidy
 
 aten = torch.ops.aten

@@ -19,9 +19,10 @@ from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fedloom as fl
-from fedloom import numerics, swaps
 from fedloom.engines.vectorised import VectorisedEngine, attention
 from fedloom.engines.vectorised.arrangement import over_clients
+from fedloom.network import replace_layers
+from fedloom.ops import precision as numerics
 from tests.helpers import everything, fit, gap
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -258,7 +259,7 @@ def cohort(module: nn.Module, call: Callable[..., Tensor], *data: Tensor, close:
     module = module.to(DEVICE, DTYPE)
     weights = {n: random(CLIENTS, *p.shape).mul(0.3).detach().requires_grad_() for n, p in module.named_parameters()}
     ours = copy.deepcopy(module)
-    swaps.prepare(ours)
+    replace_layers.prepare(ours)
     grads = module.training
     with nullcontext() if grads else torch.no_grad():
         made = over_clients(lambda w, *x: call(lambda *a, **k: functional_call(ours, w, a, k), *x))(weights, *data)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 import fedloom as fl
-from fedloom import server
+from fedloom.clients import states
 from fedloom.clients.inputs import ClientInputs
 from fedloom.clients.runner import ClientRunner
 from fedloom.clients.step import PhaseStart, ScheduleOf, Step, StepRunner, StepState, start_eager
@@ -24,11 +24,14 @@ from fedloom.engines.vectorised.rows import RowCache
 from fedloom.engines.vectorised.traced import Traces
 from fedloom.gpu import captured_steps
 from fedloom.gpu.captured_steps import CapturedSteps, FixedInputs, StepBuffers, SweepBuffers
-from fedloom.optim import OptState
-from fedloom.record import Method
-from fedloom.slots import Phase, Term
-from fedloom.types import Batch, Leaves, Seen
-from fedloom.view import View
+from fedloom.rounds import server
+from fedloom.spec.method import Method
+from fedloom.spec.optimizer import OptState
+from fedloom.spec.parts import Phase, Term
+from fedloom.spec.seen import Seen
+from fedloom.spec.view import View
+from fedloom.tasks.batch import Batch
+from fedloom.tensors import Leaves
 from tests.helpers import bn_mlp, dropout_mlp, everything, federation, fit, gap, mlp, run_of
 
 DATA = federation((1, 7, 64, 65, 200))
@@ -281,7 +284,7 @@ def test_the_next_round_is_prefetched_before_the_host_reads_replies(monkeypatch:
     engine, prefetched = Engine(), list[bool]()
     confirm = server.confirm
 
-    def confirmed(pending: server.PendingRound) -> tuple[server.ServerState, server.Outcome]:
+    def confirmed(pending: server.PendingRound) -> tuple[states.ServerState, server.Outcome]:
         prefetched.append(engine.captured.prefetcher._next is not None)
         return confirm(pending)
 

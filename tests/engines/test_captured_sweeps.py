@@ -11,16 +11,18 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fedloom as fl
-from fedloom.batches import in_order
+from fedloom.clients.batches import in_order
 from fedloom.clients.runner import ClientRunner
 from fedloom.engines.vectorised import VectorisedEngine
 from fedloom.engines.vectorised.rows import sweep_shapes
 from fedloom.gpu.captured_steps import CapturedSteps, SweepBuffers
-from fedloom.record import Method
-from fedloom.slots import Sweep
+from fedloom.spec.method import Method
+from fedloom.spec.parts import Sweep
+from fedloom.spec.seen import Seen
+from fedloom.spec.view import View
+from fedloom.tasks.batch import Batch
 from fedloom.tasks.builtin import TASKS
-from fedloom.types import Batch, Leaves, Seen
-from fedloom.view import View
+from fedloom.tensors import Leaves
 from tests.helpers import bn_mlp, everything, federation, fit, gap, small_cnn
 
 UNEQUAL = federation((1, 7, 64, 65, 200, 300))

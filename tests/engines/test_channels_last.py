@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import fedloom as fl
-from fedloom import network
+from fedloom.network import functional, inspect_model
 from tests.helpers import federation, fit, run_of
 
 
@@ -37,8 +37,8 @@ def plain() -> nn.Module:
     )
 
 
-def made(model: nn.Module, dtype: torch.dtype = torch.float32) -> network.Network:
-    return network.build(model, torch.zeros(2, 3, 8, 8), task="classification", dtype=dtype)
+def made(model: nn.Module, dtype: torch.dtype = torch.float32) -> functional.Network:
+    return inspect_model.build(model, torch.zeros(2, 3, 8, 8), task="classification", dtype=dtype)
 
 
 def test_which_models_do() -> None:
@@ -61,7 +61,7 @@ def test_numbers_are_those_of_the_plain_order(monkeypatch) -> None:
     options = {"rounds": 3, "epochs": 2, "batch_size": 8, "precision": "fp32", "engine": "loop"}
     options["optimizer"] = fl.sgd(0.05, momentum=0.9)
     fast = run_of(fit("fedper", partial(plain), data, **options))
-    monkeypatch.setattr(network, "_runs_channels_last", lambda *_: False)
+    monkeypatch.setattr(inspect_model, "_runs_channels_last", lambda *_: False)
     slow = run_of(fit("fedper", partial(plain), data, **options))
     for name, value in fast.state.leaves.items():
         assert value.is_contiguous()

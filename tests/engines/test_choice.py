@@ -18,13 +18,14 @@ from torch import Tensor, nn
 
 import fedloom as fl
 from fedloom.clients.runner import ClientRunner
-from fedloom.engines import LoopEngine, choice
-from fedloom.engines.choice import choose, planned_steps, resolve, step_flops
+from fedloom.engines import LoopEngine
+from fedloom.engines.processes import WorkersEngine
 from fedloom.engines.vectorised import VectorisedEngine, compiled
 from fedloom.engines.vectorised.arrangement import ManyClients
-from fedloom.engines.vectorised.probe import probe
-from fedloom.engines.workers import WorkersEngine
-from fedloom.slots import Term
+from fedloom.runs import choose_engine
+from fedloom.runs.choose_engine import choose, planned_steps, resolve, step_flops
+from fedloom.runs.probe import probe
+from fedloom.spec.parts import Term
 from tests.helpers import bn_mlp, everything, federation, fit, gap, identical, mlp, run_of, small_cnn
 
 # The rule -------------------------------------------------------------------------------------------------
@@ -205,7 +206,7 @@ def test_workers_that_cannot_start_are_not_missed() -> None:
 
 
 def _post(run: Any) -> tuple[Any, Any]:
-    from fedloom import server
+    from fedloom.rounds import server
 
     cohort = run.cohort(list(run.sites), 1)
     _, sent = server.dispatch(run.bound, run.state, cohort)
@@ -216,8 +217,8 @@ SCRIPT = """
 import os, sys, time
 import fedloom as fl
 from tests.helpers import federation, fit, run_of
-from fedloom.engines.workers import WorkersEngine
-from fedloom.slots import Term
+from fedloom.engines.processes import WorkersEngine
+from fedloom.spec.parts import Term
 import multiprocessing as mp
 run = run_of(fit("fedavg", fl.models.mlp(6, 3, (5,)), federation(), rounds=1))
 engine = WorkersEngine(run, 2)
@@ -260,7 +261,7 @@ def test_long_runs_of_small_networks_are_compiled_and_the_record_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compiled, "fused", lambda graph, inputs: graph.forward)
-    monkeypatch.setattr(choice, "COMPILE_STEPS", 200)
+    monkeypatch.setattr(choose_engine, "COMPILE_STEPS", 200)
     options: dict[str, Any] = {"rounds": 8, "epochs": 4, "out": tmp_path / "run"}
     result = fit("fedavg", mlp(), federation((64, 64)), engine="auto", **options)
     plan = tomllib.loads((tmp_path / "run" / "run.toml").read_text())["resolved"]["plan"]
@@ -346,7 +347,7 @@ def test_a_step_that_fails_in_the_second_wave_of_a_later_round_changes_no_number
 
     monkeypatch.setattr(ClientRunner, "run", run)
     data, options = federation((9, 14, 5, 8)), {"rounds": 3, "cohort": 4, "evaluate": {"every": 0}}
-    engine = VectorisedEngine(step="mapped", wave=2, otherwise=choice._take_over)
+    engine = VectorisedEngine(step="mapped", wave=2, otherwise=choose_engine._take_over)
     side = fit(method, mlp(), data, engine=engine, **options)
     assert waves == [1, 1, 2, 2]
     assert isinstance(engine.instead, LoopEngine)

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 import fedloom as fl
+from fedloom.clients.messages import Participant
 from fedloom.engines.distributed import dealt
-from fedloom.work import Participant
 from tests.run.test_resume import contents
 
 CONFIG = """
@@ -79,7 +79,7 @@ def close(a: Any, b: Any) -> None:
 def test_two_processes_give_the_numbers_of_one(tmp_path: Path, method: str, engine: str) -> None:
     path = tmp_path / "config.toml"
     path.write_text(CONFIG.format(method=method, engine=engine))
-    alone = fl.fit(**fl.config.load(path), out=tmp_path / "alone", device="cpu", progress=False)
+    alone = fl.fit(**fl.runs.config_file.load(path), out=tmp_path / "alone", device="cpu", progress=False)
     (zero, shown, said), (one, nothing, quiet) = ranks(["run", str(path), "--out", str(tmp_path / "both"), "--json"])
     assert (zero, one) == (0, 0), said + quiet
     assert json.loads(shown)["mean"] == pytest.approx(alone.summary().mean, rel=1e-6)
@@ -120,7 +120,7 @@ def test_a_run_goes_on_in_several_processes(tmp_path: Path) -> None:
     codes = [code for code, _, _ in ranks(words, patch=STOP)]
     assert all(codes), "rank 0 was stopped, and the other one misses it"
     assert [code for code, _, _ in ranks([*words, "--resume"])] == [0, 0]
-    fl.fit(**fl.config.load(path), out=tmp_path / "whole", device="cpu", progress=False)
+    fl.fit(**fl.runs.config_file.load(path), out=tmp_path / "whole", device="cpu", progress=False)
     assert contents(tmp_path / "cut") == contents(tmp_path / "whole")
 
 

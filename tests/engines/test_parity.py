@@ -14,9 +14,11 @@ import torch
 from torch import nn
 
 import fedloom as fl
-from fedloom import expr, server
+from fedloom.clients import states
 from fedloom.clients.stop import StopRule
-from fedloom.record import Method
+from fedloom.rounds import server
+from fedloom.spec import text_form
+from fedloom.spec.method import Method
 from tests.helpers import AWKWARD, bn_mlp, dropout_mlp, everything, federation, fit, gap, shared, small_cnn
 
 METHOD_ARGUMENTS = {"fedaf": "(image_steps=4, image_lr=0.1, server_epochs=2)"}
@@ -45,7 +47,7 @@ def stages_are_functions(monkeypatch: pytest.MonkeyPatch) -> None:
     """A round is aggregated again where a reply turns out to be bad: stages must leave alone what they are given."""
     once = server.aggregate
 
-    def twice(*args: Any, **options: Any) -> server.ServerState:
+    def twice(*args: Any, **options: Any) -> states.ServerState:
         first, second = once(*args, **options), once(*args, **options)
         pairs = [(first.leaves, second.leaves), *((first.memory[o], m) for o, m in second.memory.items())]
         for before, after in pairs:
@@ -132,7 +134,7 @@ def test_a_phase_that_ends_by_itself_where_the_device_is_asked_now_and_then(
 @pytest.mark.parametrize("first", ["ditto", "fedavg + isr", "fedaims", "fedala", "scaffold"])
 def test_a_method_that_hands_over_to_one_with_fewer_leaves(first: str) -> None:
     """The second one finds its own leaves and no others."""
-    method, data = replace(expr.method(first), then=(2, fl.fedavg())), federation((6, 9, 5), (1, 6, 6))
+    method, data = replace(text_form.method(first), then=(2, fl.fedavg())), federation((6, 9, 5), (1, 6, 6))
     compare(method, small_cnn(), data, 1e-10, rounds=4, batch_size=4)
     found, plain = (fit(m, small_cnn(), data, rounds=4, batch_size=4) for m in (method, "fedavg"))
     assert shared(found).keys() == shared(plain).keys()

@@ -9,7 +9,7 @@ from torch import nn
 
 import fedloom as fl
 from fedloom.engines.vectorised import VectorisedEngine
-from fedloom.layers import CohortConv2d, CohortLinear
+from fedloom.network.layers import CohortConv2d, CohortLinear
 from tests.helpers import everything, federation, fit, shared
 
 

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fedloom import swaps
 from fedloom.engines.vectorised import VectorisedEngine
 from fedloom.engines.vectorised.arrangement import over_clients
+from fedloom.network import replace_layers
 from fedloom.ops import recurrent
 from tests.engines.test_vectorised import Words, agree, sentences
 
@@ -40,7 +40,7 @@ def compare(module: nn.RNNBase, x: Tensor, axis: int | None, *state: Tensor, sha
     """Outputs and gradients of a layer whose weights, unless shared, are each client's own."""
     module = module.to(DEVICE, torch.float64)
     ours = copy.deepcopy(module)
-    swaps.prepare(ours)
+    replace_layers.prepare(ours)
     front = () if shared else (CLIENTS,)
     weights = {n: random(*front, *p.shape) for n, p in module.named_parameters()}
 
@@ -104,7 +104,7 @@ def test_a_state_in_a_list() -> None:
     module, x = nn.LSTM(INPUTS, VALUES).to(DEVICE, torch.float64), random(CLIENTS, STEPS, ROWS, INPUTS)
     h, c = random(CLIENTS, 1, ROWS, VALUES), random(CLIENTS, 1, ROWS, VALUES)
     ours = copy.deepcopy(module)
-    swaps.prepare(ours)
+    replace_layers.prepare(ours)
     made, _ = over_clients(lambda x, h, c: ours(x, [h, c]))(x, h, c)
     assert torch.allclose(made[1], module(x[1], (h[1], c[1]))[0])
 
@@ -112,7 +112,7 @@ def test_a_state_in_a_list() -> None:
 @pytest.mark.parametrize("made", [nn.LSTM, nn.GRU])
 def test_noise_between_layers(made: Callable[..., nn.RNNBase]) -> None:
     module = made(INPUTS, VALUES, 2, dropout=0.5).to(DEVICE, torch.float64)
-    swaps.prepare(module)
+    replace_layers.prepare(module)
     x = random(1, STEPS, ROWS, INPUTS).detach().expand(CLIENTS, -1, -1, -1)
     y, _ = over_clients(module)(x)
     assert not torch.equal(y[0], y[1])
@@ -124,7 +124,7 @@ def test_noise_between_layers(made: Callable[..., nn.RNNBase]) -> None:
 def test_gradients_of_gradients(made: Callable[..., nn.RNNBase], extra: dict[str, Any]) -> None:
     module = made(INPUTS, VALUES, **extra).to(torch.float64)  # torch's own has no second derivative on CUDA
     ours = copy.deepcopy(module)
-    swaps.prepare(ours)
+    replace_layers.prepare(ours)
     weights = {n: random(CLIENTS, *p.shape).cpu().detach().requires_grad_() for n, p in module.named_parameters()}
     x = random(CLIENTS, STEPS, ROWS, INPUTS).cpu().detach()
 
@@ -143,7 +143,7 @@ def test_gradients_of_gradients(made: Callable[..., nn.RNNBase], extra: dict[str
 @pytest.mark.parametrize("made", [nn.LSTM, nn.GRU, nn.RNN])
 def test_under_autocast(made: Callable[..., nn.RNNBase]) -> None:
     module = made(INPUTS, VALUES).to(DEVICE)
-    swaps.prepare(module)
+    replace_layers.prepare(module)
     weights = {n: random(CLIENTS, *p.shape, dtype=torch.float32) for n, p in module.named_parameters()}
     x = random(CLIENTS, STEPS, ROWS, INPUTS, dtype=torch.float32)
     call = over_clients(lambda w, x: functional_call(module, w, x)[0])

@@ -11,9 +11,11 @@ from torch import Tensor, nn
 
 import fedloom as fl
 from fedloom.engines.vectorised import VectorisedEngine
-from fedloom.slots import Sweep
-from fedloom.types import Batch, Leaves, Seen
-from fedloom.view import View
+from fedloom.spec.parts import Sweep
+from fedloom.spec.seen import Seen
+from fedloom.spec.view import View
+from fedloom.tasks.batch import Batch
+from fedloom.tensors import Leaves
 from tests.helpers import bn_mlp, everything, federation, fit, gap
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fedloom.cli import running
+from fedloom.cli import run
 from fedloom.errors import NotVectorisable
 
 
@@ -22,6 +22,6 @@ def test_each_engine_is_timed_without_its_first_round(
             raise NotVectorisable("the model looks at its numbers")
         return SimpleNamespace(history=[{"seconds": s} for s in (99.0, *[seconds[options["engine"]]] * 2)])
 
-    monkeypatch.setattr(running, "fit", fit)
+    monkeypatch.setattr(run, "fit", fit)
     table = {"cohort": 5, "workers": 4, "evaluate": {"every": 1}, "engine": "auto"}
-    assert running.measure_engines(table, 2) == seconds
+    assert run.measure_engines(table, 2) == seconds

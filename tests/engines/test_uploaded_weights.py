@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import fedloom as fl
-from fedloom import reducers
 from fedloom.engines.vectorised import VectorisedEngine
+from fedloom.spec import reducers
 from tests.helpers import bn_mlp, everything, federation, fit, gap
 
 DATA = federation((64, 64, 64, 64, 64, 64))

@@ -17,7 +17,7 @@ import fedloom as fl
 from fedloom.clients.runner import ClientRunner
 from fedloom.engines.vectorised import VectorisedEngine, compiled, rows
 from fedloom.engines.vectorised.rows import widened
-from fedloom.slots import Term
+from fedloom.spec.parts import Term
 from tests.engines.test_parity import texts
 from tests.helpers import AWKWARD, bn_mlp, dropout_mlp, everything, federation, fit, gap, mlp, small_cnn
 
@@ -298,13 +298,13 @@ def test_recurrent_layers(layer: Any, step: Any) -> None:
 @pytest.mark.parametrize("extra", [{"num_layers": 2}, {"bidirectional": True}, {"bias": False}, {"batch_first": False}])
 @pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU, nn.RNN])
 def test_recurrent_layers_step_by_step_are_torchs(layer: Any, extra: dict[str, Any]) -> None:
-    from fedloom import swaps
+    from fedloom.network import replace_layers
 
     torch.manual_seed(0)
     module = layer(5, 4, **extra).double()
     x = torch.randn(3, 6, 7, 5, dtype=torch.float64)
     plain = [module(part) for part in x]
-    swaps.prepare(module)
+    replace_layers.prepare(module)
     out, state = torch.vmap(module)(x)
     for i, (theirs, last) in enumerate(plain):
         assert torch.allclose(out[i], theirs, atol=1e-12)

@@ -16,8 +16,10 @@ from typing import Any
 import tomli_w
 
 import fedloom as fl
-from fedloom.deploy import node, processes, project
-from fedloom.deploy.rows import SiteConfig
+from fedloom.flower.server import processes
+from fedloom.flower.setup import project
+from fedloom.flower.site import node
+from fedloom.flower.site.site_data import SiteConfig
 from tests.flower.sites import write_sites
 
 PATIENCE = 600.0

@@ -10,7 +10,7 @@ import tomli_w
 import torch
 
 import fedloom as fl
-from fedloom.engines.flower.local import LocalGrid
+from fedloom.flower.local import LocalGrid
 from tests.helpers import federation
 
 NAMES = ("north", "south", "east", "west")
@@ -58,7 +58,7 @@ def write_sites(folder: Path, data: fl.Federation, **more: Any) -> dict[str, Pat
 
 def grid_of(configs: dict[str, Path], watch: Any = None) -> LocalGrid:
     """A grid whose nodes are the client app of a deployment, one per site."""
-    from fedloom.deploy.bundle import client
+    from fedloom.flower.setup.bundle import client
 
     nodes = dict(enumerate(configs.items(), start=11))
     return LocalGrid(

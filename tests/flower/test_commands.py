@@ -22,16 +22,16 @@ pytest.importorskip("flwr")
 from cryptography import x509
 from cryptography.hazmat.primitives.serialization import load_ssh_private_key, load_ssh_public_key
 
-from fedloom import server
 from fedloom.cli import main
 from fedloom.cli.deploy import app
-from fedloom.deploy import results
-from fedloom.deploy.plan import Experiment, digest
-from fedloom.deploy.project import read_consortium
-from fedloom.engines.flower.programs import manifest
 from fedloom.errors import UserError
-from fedloom.run import Run
-from fedloom.types import Message
+from fedloom.flower.experiment import Experiment, digest
+from fedloom.flower.programs import manifest
+from fedloom.flower.server import results
+from fedloom.flower.setup.project import read_consortium
+from fedloom.rounds import server
+from fedloom.rounds.run import Run
+from fedloom.tensors import Message
 from tests.flower.sites import experiment, people, write_sites
 from tests.flower.test_serve import deploy, simulated
 

@@ -14,9 +14,9 @@ pytest.importorskip("flwr")
 from flwr.app import Message
 
 import fedloom as fl
-from fedloom.engines.flower import LocalEngine, wire
-from fedloom.engines.flower.programs import ROUND, Sample, declared
-from fedloom.types import Leaves
+from fedloom.flower import LocalEngine, wire
+from fedloom.flower.programs import ROUND, Sample, declared
+from fedloom.tensors import Leaves
 from tests.engines.test_parity import texts
 from tests.helpers import bn_mlp, everything, federation, fit, run_of
 
@@ -121,7 +121,7 @@ def test_only_what_is_declared_leaves_a_site(method: str) -> None:
 def test_a_site_that_lost_its_folder_begins_anew_and_is_named(tmp_path: Path) -> None:
     engine = LocalEngine(tmp_path)
 
-    def lose(record: fl.run.Record) -> None:
+    def lose(record: fl.rounds.run.Record) -> None:
         if record["round"] == 2:
             for path in engine.sites["1"].store.folder.rglob("round-*"):
                 path.unlink()

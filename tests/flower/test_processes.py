@@ -23,9 +23,10 @@ pytest.importorskip("flwr")
 from safetensors.torch import load_file
 
 import fedloom as fl
-from fedloom import accounting
-from fedloom.deploy import keys, processes
-from fedloom.engines.flower.state import folder_name
+from fedloom.flower.server import processes
+from fedloom.flower.setup import keys
+from fedloom.flower.site.site_store import folder_name
+from fedloom.plugins.privacy import accountant
 from tests.flower.consortium import Consortium, consortium, tail, wait_until
 from tests.flower.sites import experiment, people
 from tests.flower.test_serve import simulated
@@ -127,7 +128,7 @@ def test_methods_over_processes_an_intruder_and_a_worker_that_dies(tmp_path: Pat
             assert_simulated(out, method, data, table)
         for method in private:
             spent = [r["account"]["epsilon"] for r in records(out, method)]
-            assert spent == [pytest.approx(accounting.epsilon(1.0, releases, 1e-5)) for releases in (1, 2)]
+            assert spent == [pytest.approx(accountant.epsilon(1.0, releases, 1e-5)) for releases in (1, 2)]
             assert f"epsilon {spent[-1]:.2f}" in said
             # The seed is known to everybody: noise that came from it would be the simulator's.
             with pytest.raises(AssertionError):

@@ -14,8 +14,8 @@ import torch
 pytest.importorskip("flwr")
 
 import fedloom as fl
-from fedloom.deploy.plan import Experiment
-from fedloom.deploy.rows import SiteConfig, load_rows, new_rows
+from fedloom.flower.experiment import Experiment
+from fedloom.flower.site.site_data import SiteConfig, load_rows, new_rows
 from tests.flower.sites import experiment
 
 HEADER = ["age", "sex", "chol", "outcome"]

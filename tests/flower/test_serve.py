@@ -17,11 +17,11 @@ from flwr.app import Message
 from flwr.clientapp import ClientApp
 
 import fedloom as fl
-from fedloom.deploy import results
-from fedloom.deploy.plan import Experiment
-from fedloom.deploy.serve import Course, serve
-from fedloom.engines.flower import wire
-from fedloom.engines.flower.site import client_app
+from fedloom.flower import wire
+from fedloom.flower.experiment import Experiment
+from fedloom.flower.server import results
+from fedloom.flower.server.serve import Course, serve
+from fedloom.flower.site.runner import client_app
 from tests.flower.sites import experiment, grid_of, people, write_sites
 
 METHODS = ["fedavg", "scaffold", "fedrep", "ditto", "fedaims", "fedavg + isr(points=1) + lag(k=1)", "fedmap"]
@@ -101,7 +101,7 @@ def test_nothing_personal_is_in_any_message(tmp_path: Path) -> None:
     kept = list((tmp_path / "sites").rglob("round-*.safetensors"))
     assert len(kept) == 3 * 2 * 2
     secrets = [row.tobytes() for client in data for row in client.train.x.numpy()]  # type: ignore[union-attr]
-    from fedloom.engines.flower.state import SiteStore
+    from fedloom.flower.site.site_store import SiteStore
 
     for site in (tmp_path / "sites").iterdir():
         store = SiteStore(site / "store")
@@ -116,7 +116,7 @@ def test_nothing_personal_is_in_any_message(tmp_path: Path) -> None:
 
 
 def test_the_store_holds_what_predict_needs(tmp_path: Path) -> None:
-    from fedloom.deploy.using import site_desk
+    from fedloom.flower.site.predict import site_desk
 
     data, table = people(), experiment(["ditto", "fedavg"])
     deploy(tmp_path, table, data)
@@ -216,7 +216,7 @@ def test_a_lost_reply_changes_nothing_at_the_site(tmp_path: Path) -> None:
 
 
 def test_errors_at_a_site_leave_it_as_a_code_only(tmp_path: Path) -> None:
-    from fedloom.engines.flower.local import LocalGrid
+    from fedloom.flower.local import LocalGrid
 
     def open_workshop(letter: Any, context: Any) -> Any:
         raise RuntimeError("patient 4711")

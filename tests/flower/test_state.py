@@ -9,10 +9,10 @@ import torch
 
 pytest.importorskip("flwr")
 
-from fedloom.engines.flower.codes import Code, Refusal
-from fedloom.engines.flower.state import SiteStore, folder_name
-from fedloom.store.packing import pack, state_tree
-from fedloom.work import ClientState
+from fedloom.clients.states import ClientState
+from fedloom.flower.error_codes import Code, Refusal
+from fedloom.flower.site.site_store import SiteStore, folder_name
+from fedloom.store.codec import pack, state_tree
 
 
 def state(value: float, rounds: int = 1) -> ClientState:

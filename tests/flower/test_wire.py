@@ -15,9 +15,9 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedloom.engines.flower import wire
-from fedloom.values import FORMAT
-from fedloom.work import Post
+from fedloom.clients.messages import Post
+from fedloom.flower import wire
+from fedloom.store.format_number import FORMAT
 
 NAMES = st.text(min_size=1, max_size=8)
 TYPES = st.sampled_from([torch.float32, torch.float64, torch.int64, torch.uint8, torch.bool])

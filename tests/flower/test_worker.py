@@ -25,12 +25,13 @@ if not hasattr(socket, "AF_UNIX"):
 
 from flwr.app import Message, RecordDict
 
-from fedloom.deploy import apps, bundle, node, project
-from fedloom.deploy.rows import SiteConfig
-from fedloom.deploy.worker import listen, serve
-from fedloom.engines.flower import wire
-from fedloom.engines.flower.codes import Code
-from fedloom.work import Post
+from fedloom.clients.messages import Post
+from fedloom.flower import apps, wire
+from fedloom.flower.error_codes import Code
+from fedloom.flower.setup import bundle, project
+from fedloom.flower.site import node
+from fedloom.flower.site.site_data import SiteConfig
+from fedloom.flower.site.worker import listen, serve
 from tests.flower.consortium import wait_until
 from tests.flower.sites import experiment, grid_of, people, write_sites
 from tests.flower.test_serve import assert_same, deploy, simulated
@@ -159,7 +160,7 @@ def test_large_letters_go_both_ways(tmp_path: Path) -> None:
     job = wire.SiteJob("a", 0, "own", Post({"w": torch.arange(3e6)}, {}, {}, 1, 1, 1))
     letter = wire.pack_letter(wire.Letter("e", "", (job,)))
     with pytest.MonkeyPatch.context() as patch, listen(address) as door:
-        patch.setattr("fedloom.deploy.worker.answer", lambda content, node: content)
+        patch.setattr("fedloom.flower.site.worker.answer", lambda content, node: content)
         threading.Thread(target=serve, args=(door, {}), daemon=True).start()
         back = bundle.from_worker(letter, str(address))
     assert back is not None
@@ -255,10 +256,10 @@ def test_the_bundle_imports_no_torch_where_a_worker_answers(
 PARENT = """
 import os, sys
 from pathlib import Path
-from fedloom.deploy.node import Worker
-from fedloom.deploy.processes import started
-from fedloom.deploy.rows import SiteConfig
-from fedloom.deploy.worker import listen, serve
+from fedloom.flower.site.node import Worker
+from fedloom.flower.server.processes import started
+from fedloom.flower.site.site_data import SiteConfig
+from fedloom.flower.site.worker import listen, serve
 folder = Path(sys.argv[1])
 worker = Worker(folder, SiteConfig.load(folder / "site.toml"))
 worker.start()

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedloom import frames, network
-from fedloom.types import Leaves
+from fedloom.network import functional, inspect_model
+from fedloom.ops import forward_context
+from fedloom.tensors import Leaves
 from tests.gpu.helpers import DEVICE, random
 
 pytest.importorskip("triton")
@@ -18,7 +19,9 @@ class Cohort:
     """Two clients of a network; a call returns outputs, features, gradients and buffers of a training pass."""
 
     def __init__(self, module: nn.Module, *, dtype: torch.dtype = torch.float64) -> None:
-        self.net = network.build(module, random(2, 3, 8, 10).detach(), task="classify", dtype=dtype, device=DEVICE)
+        self.net = inspect_model.build(
+            module, random(2, 3, 8, 10).detach(), task="classify", dtype=dtype, device=DEVICE
+        )
 
     def __call__(
         self, wanted: str = "", *, mask: bool = True, train: bool = True, still: str = ""
@@ -37,7 +40,7 @@ class Cohort:
         self.net.want(frozenset(wanted.split()))
 
         def out(x: Tensor, leaves: dict[str, Tensor], rows: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-            frame = frames.Frame(mask=rows if mask else None, wanted=frozenset(wanted.split()))
+            frame = forward_context.Frame(mask=rows if mask else None, wanted=frozenset(wanted.split()))
             y = self.net(leaves, x, frame, train=train, still=frozenset(still.split()))
             return y, frame.features
 
@@ -85,13 +88,13 @@ def compare_with_unfused(
 
 
 def run_stacked(
-    built: network.Network, leaves: Leaves, mine: Leaves, x: Tensor, wanted: str, *, gradient: bool
+    built: functional.Network, leaves: Leaves, mine: Leaves, x: Tensor, wanted: str, *, gradient: bool
 ) -> list[Tensor]:
     """Return outputs and requested features of stacked clients in evaluation mode; ``mine`` are the stacked leaves."""
     built.want(frozenset(wanted.split()))
 
     def out(x: Tensor, mine: Leaves) -> tuple[Tensor, Leaves]:
-        frame = frames.Frame(wanted=frozenset(wanted.split()))
+        frame = forward_context.Frame(wanted=frozenset(wanted.split()))
         return built({**leaves, **mine}, x, frame, train=False), frame.features
 
     with torch.set_grad_enabled(gradient):

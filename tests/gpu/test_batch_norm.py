@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedloom import frames, layers
+from fedloom.network import layers
+from fedloom.ops import forward_context
 from tests.gpu.helpers import DEVICE, compare, kernels, random
 
 pytest.importorskip("triton")
@@ -54,7 +55,7 @@ def test_shared_weight_and_bias(masked: bool) -> None:
     mask = (torch.arange(5) < 4).double().expand(2, 5).contiguous().to(DEVICE)
 
     def fn(x: Tensor, mask: Tensor) -> Tensor:
-        with frames.entered(frames.Frame(mask=mask if masked else None)):
+        with forward_context.entered(forward_context.Frame(mask=mask if masked else None)):
             return layer(x)
 
     assert torch.vmap(lambda x: torch.tensor(cohort.is_cohort(x, shared=[layer.weight])))(x).all()

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 
 import fedloom as fl
-from fedloom import frames, layers, swaps
 from fedloom.engines.vectorised import VectorisedEngine
 from fedloom.models import convnet3
-from fedloom.view import View
+from fedloom.network import layers, replace_layers
+from fedloom.ops import forward_context
+from fedloom.spec.view import View
 from tests.gpu.helpers import DEVICE, TF32, kernels, random
 from tests.helpers import everything, gap
 
@@ -38,7 +39,7 @@ def test_layers_behind_kernels_may_work_in_place() -> None:
     with torch.no_grad():
         for p in copies[1].parameters():
             p.mul_(1.5)
-    swaps.prepare(net)
+    replace_layers.prepare(net)
     leaves = {
         n: torch.stack([dict(c.named_parameters())[n].detach() for c in copies]) for n, _ in net.named_parameters()
     }
@@ -49,7 +50,7 @@ def test_layers_behind_kernels_may_work_in_place() -> None:
     def out(x: Tensor, leaves: dict[str, Tensor], buffers: dict[str, Tensor]) -> Tensor:
         return torch.func.functional_call(net, {**leaves, **buffers}, (x,))
 
-    with frames.entered(frames.Frame()):
+    with forward_context.entered(forward_context.Frame()):
         ours = torch.vmap(out)(x, leaves, buffers)
     theirs = torch.stack([c(part) for c, part in zip(copies, x, strict=True)])
     assert torch.allclose(ours, theirs, atol=1e-10)
@@ -65,10 +66,10 @@ def test_cpu_layers_equal_those_of_torch() -> None:
     net = nn.Sequential(nn.Conv2d(1, 2, 3), nn.MaxPool2d(2))
     x = torch.randn(2, 1, 6, 6)
     before = net(x)
-    swaps.prepare(net)
+    replace_layers.prepare(net)
     assert [type(m) for m in net] == [layers.CohortConv2d, nn.MaxPool2d]
     assert torch.equal(net(x), before)
-    swaps.restore(net)
+    replace_layers.restore(net)
     assert [type(m) for m in net] == [nn.Conv2d, nn.MaxPool2d]
 
 
@@ -143,7 +144,7 @@ def test_bfloat16_equals_unfused_layers(fused: list[str], monkeypatch: pytest.Mo
         1 + random(2, 3).float() / 50,
     )
     net = nn.Sequential(nn.BatchNorm2d(3), nn.ReLU(), nn.MaxPool2d(2))
-    swaps.prepare(net)
+    replace_layers.prepare(net)
     made = []
     for fuse in (True, False):
         if not fuse:
@@ -154,7 +155,7 @@ def test_bfloat16_equals_unfused_layers(fused: list[str], monkeypatch: pytest.Mo
         def out(x: Tensor, weight: Tensor, bias: Tensor, buffers: dict[str, Tensor]) -> Tensor:
             return torch.func.functional_call(net, {"0.weight": weight, "0.bias": bias, **buffers}, (x,))
 
-        with frames.entered(frames.Frame()):
+        with forward_context.entered(forward_context.Frame()):
             y = torch.vmap(out)(*inputs, buffers)
         made.append((y, *torch.autograd.grad((y.float() ** 2).sum(), inputs), *buffers.values()))
     assert fused == ["norm_relu_pool 2x2"]
@@ -171,7 +172,7 @@ def test_copies_and_restored_containers() -> None:
     x = torch.randn(2, 3, 8, 8)
     before = model(x)
     model.load_state_dict({k: torch.zeros_like(v) if "tracked" in k else v for k, v in model.state_dict().items()})
-    swaps.prepare(model)
+    replace_layers.prepare(model)
     fuse_layers.fuse_layers(model)
     other = copy.deepcopy(model)
     block = other.body.block1
@@ -180,7 +181,7 @@ def test_copies_and_restored_containers() -> None:
     assert "forward" not in vars(other.body)  # nothing to fuse
     assert torch.equal(model(x), before)
     assert torch.equal(other(x), before)
-    swaps.restore(other)
+    replace_layers.restore(other)
     assert [type(m) for m in other.modules()] == kinds
     assert all(vars(m).keys() == vars(n).keys() for m, n in zip(other.modules(), convnet3().modules(), strict=True))
     assert torch.equal(other(x), before)
@@ -258,7 +259,7 @@ def test_last_call_of_a_module_counts() -> None:
     leaves = {n: torch.stack([v, v]) for n, v in built.start.items()}
 
     def out(x: Tensor, leaves: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor], Any]:
-        frame = frames.Frame(wanted=frozenset({"body.1"}), summed=frozenset({"body.1"}))
+        frame = forward_context.Frame(wanted=frozenset({"body.1"}), summed=frozenset({"body.1"}))
         return built(leaves, x, frame, train=True), frame.features, frame.summaries
 
     _, features, summaries = torch.vmap(out)(random(2, 5, 3, 8, 8).detach(), leaves)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fedloom.gpu import optimizers
-from fedloom.optim import optimizer_step
+from fedloom.spec.optimizer import optimizer_step
 from tests.core.test_optim import CASES
 
 

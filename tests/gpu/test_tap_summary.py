@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedloom.taps.losses import both_terms
-from fedloom.types import Batch
+from fedloom.spec.tap_losses import both_terms
+from fedloom.tasks.batch import Batch
 from tests.gpu.helpers import DEVICE, compare, count_calls, kernels, random
 
 pytest.importorskip("triton")

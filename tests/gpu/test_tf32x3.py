@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedloom import numerics, ops, swaps
+from fedloom import ops
+from fedloom.network import replace_layers
+from fedloom.ops import precision
 from tests.gpu.helpers import DEVICE, kernels
 
 pytest.importorskip("triton")
@@ -144,7 +146,7 @@ def test_conditions() -> None:
     assert not tf32x3.is_supported(
         numbers(1, 1, 64).expand(1, 1 << 23, 64), numbers(1, 64, 64)
     )  # more rows than a grid has programs
-    with numerics.tf32(products=True):
+    with precision.tf32(products=True):
         assert not tf32x3.is_supported(a, b)
 
 
@@ -195,7 +197,7 @@ def test_recurrent_layers(kind: Any, calls: list[tuple[int, ...]], monkeypatch: 
         monkeypatch.setattr(tf32x3, name, 1)
     layer, x = kind(50, 60, batch_first=True).to(DEVICE), numbers(3, 8, 5, 50)
     theirs = copy.deepcopy(layer).cpu().double()
-    swaps.prepare(layer)
+    replace_layers.prepare(layer)
     own = {n: v.detach().expand(3, *v.shape).clone().requires_grad_() for n, v in layer.named_parameters()}
     x.requires_grad_()
     found = torch.vmap(lambda w, x: torch.func.functional_call(layer, w, (x,))[0])(own, x)

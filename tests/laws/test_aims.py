@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 
 import fedloom as fl
-from fedloom.aggregators import similarity
-from fedloom.aggregators.block_sampling import similarities
-from fedloom.aggregators.pairs import cosines, gram
-from fedloom.aggregators.similarity import dealt_groups, project, unlike_groups
 from fedloom.engines.vectorised import VectorisedEngine, waves
-from fedloom.network import build
-from fedloom.optim import Optimizer
-from fedloom.taps import blocks
+from fedloom.network.inspect_model import build
+from fedloom.ops import similarity
+from fedloom.ops.gram import cosines, gram
+from fedloom.ops.similarity import dealt_groups, project, unlike_groups
+from fedloom.plugins.aims.block_sampling import similarities
+from fedloom.spec.blocks import blocks
+from fedloom.spec.optimizer import Optimizer
 from tests.helpers import bn_mlp, everything, federation, fit, gap, identical, mlp, own, run_of, shared, small_cnn
 
 

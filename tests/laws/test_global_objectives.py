@@ -15,11 +15,13 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import fedloom as fl
-from fedloom.methods.global_classes import balanced_order, bhattacharyya, matched
-from fedloom.objectives.classes import divergence, teacher, weighted_cross_entropy
-from fedloom.slots import Term
-from fedloom.types import Batch, Seen
-from fedloom.view import View
+from fedloom.methods.balancefl import balanced_order
+from fedloom.methods.fedgau import bhattacharyya, matched
+from fedloom.spec.class_losses import divergence, teacher, weighted_cross_entropy
+from fedloom.spec.parts import Term
+from fedloom.spec.seen import Seen
+from fedloom.spec.view import View
+from fedloom.tasks.batch import Batch
 from tests.helpers import bn_mlp, everything, federation, fit, gap, identical, mlp, own, run_of, shared
 from tests.laws.test_global_server import slide, slopes
 
@@ -239,7 +241,7 @@ def test_balanced_order_of_pictures_goes_by_presence() -> None:
 
 
 def test_balancefl_augments_the_rare_with_the_covariance() -> None:
-    from fedloom.methods.global_classes import _root
+    from fedloom.methods.balancefl import _root
 
     z = torch.randn(200, 3, generator=torch.Generator().manual_seed(0)).double() @ torch.randn(3, 3).double()
     y = torch.cat([torch.zeros(150), torch.ones(50)]).long()

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import fedloom as fl
 from fedloom import rng
-from fedloom.aggregators.robust import krum, median, trimmed_mean
 from fedloom.plugins.compress import largest, packed_bytes, quantised, sparse_bytes
+from fedloom.plugins.robust import krum, median, trimmed_mean
 from tests.helpers import bn_mlp, everything, federation, fit, gap, identical, mlp, run_of, shared, small_cnn
 from tests.laws.test_global_server import slide, slopes
 

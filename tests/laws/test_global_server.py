@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import fedloom as fl
-from fedloom.reducers import mean
+from fedloom.spec.reducers import mean
 from tests.helpers import bn_mlp, federation, fit, gap, identical, mlp, run_of, shared
 
 DATA = federation((9, 14, 5, 8))

@@ -16,15 +16,15 @@ import torch
 from torch import Tensor, nn
 
 import fedloom as fl
-from fedloom import network, tasks
-from fedloom.bound import Bound, bind
-from fedloom.structure import Structure
-from fedloom.taps import candidates, choose, entropy_term
-from fedloom.taps.losses import pooled
-from fedloom.taps.points import leaves_before
-from fedloom.taps.report import costs, information
-from fedloom.types import Batch
-from fedloom.view import View
+from fedloom import tasks
+from fedloom.network import inspect_model
+from fedloom.network.bound_method import Bound, bind
+from fedloom.runs.tap_report import costs, information
+from fedloom.spec.structure import Structure
+from fedloom.spec.tap_losses import entropy_term, pooled
+from fedloom.spec.taps import candidates, choose, leaves_before
+from fedloom.spec.view import View
+from fedloom.tasks.batch import Batch
 from tests.helpers import bn_mlp, everything, federation, fit, gap, identical, mlp, own, run_of, shared, small_cnn
 
 
@@ -39,11 +39,11 @@ def deep(depth: int = 4) -> Callable[[], nn.Module]:
 
 
 def structure_of(model: nn.Module, shape: tuple[int, ...], task: str = "classification") -> Structure:
-    return network.build(model, torch.zeros(2, *shape), task=task).structure
+    return inspect_model.build(model, torch.zeros(2, *shape), task=task).structure
 
 
 def bound_of(method: str, model: nn.Module, shape: tuple[int, ...], task: str = "classification") -> Bound:
-    net = network.build(model, torch.zeros(2, *shape), task=task, dtype=torch.float64)
+    net = inspect_model.build(model, torch.zeros(2, *shape), task=task, dtype=torch.float64)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         return bind(fl.method(method), net, tasks.named(task))

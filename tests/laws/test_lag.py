@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import fedloom as fl
-from fedloom.aggregators import similarity
-from fedloom.aggregators.pairs import gram
+from fedloom.ops import similarity
+from fedloom.ops.gram import gram
 from fedloom.plugins.lag import THETA, _Lag, conflicts, variance
-from fedloom.types import Seen
+from fedloom.spec.seen import Seen
 from tests.helpers import bn_mlp, everything, federation, fit, gap, identical, mlp, mostly_slow, own, run_of, shared
 
 DATA = federation((9, 14, 5, 8))

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import fedloom as fl
-from fedloom.priors import Gaps, Gaussian, Prior, variance_root, weighted_median
-from fedloom.reducers import mean
+from fedloom.plugins.map_prior.priors import Gaps, Gaussian, Prior, variance_root, weighted_median
+from fedloom.spec.reducers import mean
 from tests.helpers import bn_mlp, everything, federation, fit, gap, identical, mlp, mostly_slow, own, run_of, shared
 
 DATA = federation((9, 14, 5, 8))

@@ -12,8 +12,8 @@ from torch import nn
 
 import fedloom as fl
 from fedloom.data import ClientData, concatenate
-from fedloom.modes import CLOUD, Mixing, cosine, mix
-from fedloom.optim import Optimizer
+from fedloom.rounds.modes import CLOUD, Mixing, cosine, mix
+from fedloom.spec.optimizer import Optimizer
 from tests.helpers import bn_mlp, everything, federation, fit, gap, identical, mlp, mostly_slow, own, run_of, shared
 
 SITES = federation((9, 14, 5))

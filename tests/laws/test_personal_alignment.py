@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fedloom.methods.alignment import class_means_gap
-from fedloom.reducers import mean
-from fedloom.types import Batch
+from fedloom.methods.fedas import class_means_gap
+from fedloom.spec.reducers import mean
+from fedloom.tasks.batch import Batch
 from tests.helpers import bn_mlp, federation, fit, mlp, own, run_of, shared
 
 

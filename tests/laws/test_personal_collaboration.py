@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import nnls
 
-from fedloom.methods.collaboration import critical, head_weights, overlaps, partners
-from fedloom.methods.simplex import minimise, project
+from fedloom.methods.fedcac import critical, overlaps, partners
+from fedloom.methods.fedpac import head_weights
+from fedloom.ops.simplex import minimise, project
 from tests.helpers import bn_mlp, federation, fit, identical, mlp, own, run_of, shared
 
 

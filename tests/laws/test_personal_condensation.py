@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import fedloom as fl
-from fedloom.methods.condensation import mean_gap, sliced_wasserstein, symmetric_divergence
-from fedloom.types import Batch
+from fedloom.methods.fedaf import mean_gap, sliced_wasserstein, symmetric_divergence
+from fedloom.tasks.batch import Batch
 from tests.helpers import federation, fit, own, run_of, shared
 
 

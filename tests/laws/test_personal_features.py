@@ -11,8 +11,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import fedloom as fl
-from fedloom.methods.feature_level import balanced_loss, conditioned, mean_gap
-from fedloom.types import Batch
+from fedloom.methods.feddbe import mean_gap
+from fedloom.methods.fedrod import balanced_loss
+from fedloom.methods.gpfl import conditioned
+from fedloom.tasks.batch import Batch
 from tests.helpers import bn_mlp, federation, fit, identical, mlp, own, run_of, shared
 
 
@@ -93,9 +95,11 @@ def test_gpfl_without_steering_is_the_rectified_feature() -> None:
 
 def test_gpfl_with_uniform_labels_has_one_condition() -> None:
     seen: dict[str, list[torch.Tensor]] = {"conditions": []}
-    from fedloom.methods import feature_level
+    import importlib
 
-    real = feature_level.conditioned
+    gpfl = importlib.import_module("fedloom.methods.gpfl")
+
+    real = gpfl.conditioned
 
     def watched(z: torch.Tensor, condition: torch.Tensor, leaves: dict[str, torch.Tensor]) -> torch.Tensor:
         seen["conditions"].append(condition.detach())
@@ -103,11 +107,11 @@ def test_gpfl_with_uniform_labels_has_one_condition() -> None:
 
     x = np.random.default_rng(0).normal(size=(6, 6)).astype(np.float32)
     part = (x, np.array([0, 1, 2, 0, 1, 2]))
-    feature_level.conditioned = watched
+    gpfl.conditioned = watched
     try:
         fit("gpfl", data=fl.Federation.from_arrays([(part, part)]), rounds=1, epochs=1, batch_size="full")
     finally:
-        feature_level.conditioned = real
+        gpfl.conditioned = real
     first, second = seen["conditions"][:2]
     assert torch.allclose(first, second, atol=1e-15)
 

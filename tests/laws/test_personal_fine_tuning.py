@@ -7,8 +7,9 @@ import torch
 from torch import nn
 
 import fedloom as fl
-from fedloom import batches, rng
-from fedloom.slots import Phase, Sampler
+from fedloom import rng
+from fedloom.clients import batches
+from fedloom.spec.parts import Phase, Sampler
 from tests.helpers import bn_mlp, federation, fit, identical, mlp, own, run_of, shared
 from tests.laws.personal import parabola, value
 

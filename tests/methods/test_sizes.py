@@ -7,7 +7,7 @@ import inspect
 import statistics
 import textwrap
 
-from fedloom.registry import METHODS
+from fedloom.spec.registry import METHODS
 
 
 def code_lines(fn: object) -> int:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from fedloom import models
-from fedloom.models.layers import DropPath
+from fedloom.models.parts import DropPath
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import torch
 
 from fedloom import models
 from fedloom.errors import UnknownName, UserError
-from fedloom.models.layers import NORMS, DropPath, group_count
+from fedloom.models.parts import NORMS, DropPath, group_count
 from tests.models.cases import CASES
 
 

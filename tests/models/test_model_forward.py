@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fedloom.models.layers import NORMS
+from fedloom.models.parts import NORMS
 from tests.models.cases import CASES, CLASSIFICATION, params
 
 

@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 
 from fedloom import models
-from fedloom.models.layers import DropPath
-from fedloom.models.mobile import attend
-from fedloom.models.seaformers import AxialAttention
-from fedloom.models.topformers import TokenAttention
+from fedloom.models.mobile_parts import attend
+from fedloom.models.parts import DropPath
+from fedloom.models.seaformer import AxialAttention
+from fedloom.models.topformer import TokenAttention
 from tests.models.cases import SEGMENTATION, params
 
 SIZES = [

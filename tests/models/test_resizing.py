@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fedloom.resizing import by_products, resized
+from fedloom.ops.resize import by_products, resized
 
 SIZES = [((5, 7), (11, 20)), ((12, 16), (12, 40)), ((9, 9), (4, 3)), ((1, 1), (6, 5)), ((16,), (45,)), ((30,), (7,))]
 

@@ -13,9 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fedloom as fl
-from fedloom import batches, rng
-from fedloom.sampling import sample
-from fedloom.slots import Phase
+from fedloom import rng
+from fedloom.clients import batches
+from fedloom.rounds.sampling import sample
+from fedloom.spec.parts import Phase
 
 Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
 

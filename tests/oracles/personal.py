@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import fedloom as fl
-from fedloom import batches, rng
-from fedloom.slots import Phase
+from fedloom import rng
+from fedloom.clients import batches
+from fedloom.spec.parts import Phase
 from tests.helpers import federation, fit, mlp
 
 Params = dict[str, Tensor]

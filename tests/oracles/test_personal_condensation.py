@@ -6,9 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedloom import batches, rng
-from fedloom.methods.condensation import _RESAMPLE, _SLICES, DIRECTIONS
-from fedloom.slots import Phase
+from fedloom import rng
+from fedloom.clients import batches
+from fedloom.methods.fedaf import _RESAMPLE, _SLICES, DIRECTIONS
+from fedloom.spec.parts import Phase
 from tests.helpers import run_of, shared
 from tests.oracles.personal import BATCH, LR, Params, World, close, grads, taking_part
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fedloom.slots import Sampler
+from fedloom.spec.parts import Sampler
 from tests.helpers import own, shared
 from tests.oracles.personal import BODY, HEAD, LR, Params, World, close, grads, mean, taking_part
 

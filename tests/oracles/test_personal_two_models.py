@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fedloom.slots import Sampler
+from fedloom.spec.parts import Sampler
 from tests.helpers import own, shared
 from tests.oracles.personal import HEAD, Params, World, close, grads, mean, taking_part
 

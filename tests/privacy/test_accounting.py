@@ -13,7 +13,8 @@ import torch
 from scipy.stats import norm
 
 import fedloom as fl
-from fedloom import accounting, rng
+from fedloom import rng
+from fedloom.plugins.privacy import accountant
 from tests.helpers import bn_mlp, federation, fit, mlp, shared
 
 pytest.importorskip("dp_accounting")
@@ -38,11 +39,11 @@ def exact(multiplier: float, delta: float) -> float:
 def test_epsilon_is_above_the_exact_one_and_close_to_it(multiplier: float, releases: int) -> None:
     """Gaussian releases compose exactly: T of multiplier z are one of z / sqrt(T)."""
     smallest = exact(multiplier / math.sqrt(releases), 1e-5)
-    assert smallest <= accounting.epsilon(multiplier, releases, 1e-5) <= 1.15 * smallest
+    assert smallest <= accountant.epsilon(multiplier, releases, 1e-5) <= 1.15 * smallest
 
 
 def test_no_release_costs_nothing() -> None:
-    assert accounting.epsilon(1.0, 0, 1e-5) == 0.0
+    assert accountant.epsilon(1.0, 0, 1e-5) == 0.0
 
 
 def run(method: str, **options: Any) -> fl.Result:
@@ -59,7 +60,7 @@ def test_every_round_records_what_was_spent(at: str, multiplier: float) -> None:
         spent = record["account"]
         assert spent["releases"] == max(asked.values())
         assert spent["noise_multiplier"] == multiplier
-        assert spent["epsilon"] == accounting.epsilon(multiplier, max(asked.values()), 1e-4)
+        assert spent["epsilon"] == accountant.epsilon(multiplier, max(asked.values()), 1e-4)
         assert (spent["delta"], spent["noise_at"], spent["unprotected"]) == (1e-4, at, [])
 
 
@@ -139,7 +140,7 @@ def test_resumed_runs_go_on_counting(tmp_path: Path) -> None:
 
 
 def test_without_the_extra_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(accounting.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(accountant.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(fl.UserError, match=r"fedloom\[dp\]"):
         run("fedavg + clip + noise + account", rounds=1)
 
@@ -159,8 +160,8 @@ def test_noise_from_the_system_is_normal_and_never_the_same() -> None:
 def test_a_deployment_accounts_and_its_noise_is_not_the_seeds(tmp_path: Path) -> None:
     """Who knows the experiment and its seed can rerun it; the noise of a site is not in that."""
     tomli_w = pytest.importorskip("tomli_w")
-    from fedloom.deploy.plan import Experiment
-    from fedloom.deploy.serve import serve
+    from fedloom.flower.experiment import Experiment
+    from fedloom.flower.server.serve import serve
     from tests.flower.sites import experiment, grid_of, people, write_sites
 
     local, central = (
@@ -174,6 +175,6 @@ def test_a_deployment_accounts_and_its_noise_is_not_the_seeds(tmp_path: Path) ->
         found.append(serve(grid, Experiment.parse(text), text, tmp_path / f"{name}-out", poll=0.0))
     for method, multiplier in ((local, 1.0), (central, 2.0)):
         spent = [r["account"] for r in found[0][method].history]
-        assert [s["epsilon"] for s in spent] == [accounting.epsilon(multiplier, t, 1e-5) for t in (1, 2)]
+        assert [s["epsilon"] for s in spent] == [accountant.epsilon(multiplier, t, 1e-5) for t in (1, 2)]
         mine, theirs = (f[method].run.state.leaves for f in found)
         assert all(not torch.equal(mine[n], theirs[n]) for n in mine)

@@ -10,8 +10,8 @@ import tomli_w
 pytest.importorskip("flwr", reason="Flower is not installed")
 
 import fedloom as fl
-from fedloom.deploy.plan import Experiment
-from fedloom.deploy.serve import serve
+from fedloom.flower.experiment import Experiment
+from fedloom.flower.server.serve import serve
 from tests.flower.sites import experiment, grid_of, people, write_sites
 from tests.reports.page import Page, check
 

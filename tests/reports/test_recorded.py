@@ -12,11 +12,11 @@ import torch
 from sklearn.decomposition import PCA
 
 import fedloom as fl
-from fedloom import diagnostics, server
 from fedloom.clients.runner import ClientRunner
-from fedloom.slots import Receive
-from fedloom.store.folder import read_curves
-from fedloom.types import Batch
+from fedloom.rounds import diagnostics, server
+from fedloom.runs.run_folder import read_curves
+from fedloom.spec.parts import Receive
+from fedloom.tasks.batch import Batch
 from tests.helpers import federation, mlp
 from tests.reports.conftest import MODEL, OPTIONS
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 import fedloom as fl
-from fedloom.reports.book import Book
-from fedloom.reports.reading import collect
+from fedloom.reports.read_runs import collect
+from fedloom.reports.report_data import Book
 from fedloom.reports.svg import fixed
 from tests.helpers import federation
 from tests.reports.conftest import MODEL, OPTIONS, written
@@ -121,7 +121,7 @@ class Stop(Exception):
 
 
 def test_a_run_that_was_cut_off_is_shown_as_far_as_it_got(tmp_path: Path, data: fl.Federation) -> None:
-    def stop(record: fl.run.Record) -> None:  # type: ignore[name-defined]
+    def stop(record: fl.rounds.run.Record) -> None:  # type: ignore[name-defined]
         if record["round"] == 3:
             raise Stop
 

@@ -11,9 +11,12 @@ from typing import Any
 import pytest
 
 import fedloom as fl
-from fedloom import config
-from fedloom.options import Evaluate, Participation, Settings, default, meanings, option_names
-from fedloom.store.folder import flat
+from fedloom.rounds.evaluation import Evaluate
+from fedloom.rounds.sampling import Participation
+from fedloom.runs import config_file
+from fedloom.runs.options import Settings
+from fedloom.runs.run_folder import flat
+from fedloom.spec.options import default, meanings, option_names
 from scripts import docs_pages
 from tests.helpers import federation, mlp
 
@@ -23,7 +26,7 @@ ELSEWHERE = {"out", "resume", "progress", "callbacks"}
 
 def test_every_key_is_an_argument_of_fit_and_the_other_way_round() -> None:
     arguments = set(inspect.signature(fl.fit).parameters)
-    assert arguments - ELSEWHERE - {"head"} == set(config.KEYS), "head is a key of [model]"
+    assert arguments - ELSEWHERE - {"head"} == set(config_file.KEYS), "head is a key of [model]"
 
 
 def test_defaults_agree() -> None:
@@ -33,7 +36,7 @@ def test_defaults_agree() -> None:
 
 
 def test_every_option_has_a_meaning() -> None:
-    for cls in (Settings, *config.SECTIONS.values()):
+    for cls in (Settings, *config_file.SECTIONS.values()):
         assert set(meanings(cls)) == set(option_names(cls)), cls
     assert set(meanings(fl.fit)) == set(inspect.signature(fl.fit).parameters)
 
@@ -63,7 +66,7 @@ def test_a_run_repeats_from_its_own_configuration(tmp_path: Path) -> None:
         out=tmp_path / "first",
         progress=False,
     )
-    table = config.load(tmp_path / "first" / "run.toml")
+    table = config_file.load(tmp_path / "first" / "run.toml")
     again = fl.fit(**table, out=tmp_path / "again", progress=False)
     assert [r["loss"] for r in again.history if "loss" in r] == [r["loss"] for r in first.history if "loss" in r]
     for name in ("clients.csv", "models/shared.safetensors", "run.toml"):
@@ -78,7 +81,7 @@ def test_modules_and_arrays_are_not_repeatable(tmp_path: Path) -> None:
     assert table["model"]["leaves"] == {"0.weight": [5, 6], "0.bias": [5], "2.weight": [3, 5], "2.bias": [3]}
     assert len(table["model"]["sha256"]) == 64
     with pytest.raises(fl.UserError, match="given in Python"):
-        config.load(tmp_path / "run.toml")
+        config_file.load(tmp_path / "run.toml")
 
 
 def test_a_given_model_is_needed_for_models_only(tmp_path: Path) -> None:
@@ -118,8 +121,8 @@ def test_models_come_back_from_disk(tmp_path: Path, method: str) -> None:
 def test_more_than_a_thousand_clients_share_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
-    monkeypatch.setattr("fedloom.store.files.SINGLE", 2)
-    monkeypatch.setattr("fedloom.store.loading.SINGLE", 2)
+    monkeypatch.setattr("fedloom.runs.model_files.SINGLE", 2)
+    monkeypatch.setattr("fedloom.runs.loading.SINGLE", 2)
     made = fl.fit("fedper", mlp(), federation((9, 4, 5)), rounds=1, out=tmp_path, progress=False)
     names = sorted(p.name for p in (tmp_path / "models").iterdir())
     assert names == ["clients-0001.safetensors", "clients-0002.safetensors", "shared.safetensors"]
@@ -156,7 +159,7 @@ def test_assignments_reach_into_tables() -> None:
         'method="fedper"',
         "task=binary",
     ):
-        config.assign(table, text)
+        config_file.assign(table, text)
     assert flat(table) == {
         "model.name": "convnet3",
         "model.width": 8,

@@ -14,8 +14,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import fedloom as fl
-from fedloom import config
-from fedloom.store.folder import read_config
+from fedloom.runs import config_file
+from fedloom.runs.run_folder import read_config
 from tests.helpers import federation, mlp
 
 
@@ -42,7 +42,7 @@ def test_run_of_another_format_is_refused(tmp_path: Path, number: int | None) ->
     assert_refused(number, lambda: fl.report(tmp_path))
     assert_refused(number, lambda: play(tmp_path, resume=True))
     if number is not None:
-        assert_refused(number, lambda: config.load(file))
+        assert_refused(number, lambda: config_file.load(file))
 
 
 @pytest.mark.parametrize("number", [2, None])

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import fedloom as fl
-from fedloom.folds import assignment, folded, t_quantile
+from fedloom.comparison.cross_validation import assignment, folded, t_quantile
 from tests.helpers import bn_mlp, federation, mlp
 
 SIZES = (9, 14, 5, 8, 7, 11, 6, 10, 9, 12, 5, 8)

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 import fedloom as fl
-from fedloom.options import Participation
-from fedloom.sampling import Roster, draw, read_trace
+from fedloom.rounds.sampling import Participation, Roster, draw, read_trace
 from tests.helpers import everything, federation, fit, identical, mlp
 
 ROWS = {str(i): 10 * (i + 1) for i in range(10)}
@@ -82,7 +81,7 @@ def test_stragglers_make_part_of_their_steps() -> None:
     import math
 
     from fedloom.engines import LoopEngine
-    from fedloom.server import dispatch
+    from fedloom.rounds.server import dispatch
 
     run = result.run
     run.state = type(run.state)(run.bound.start, run.bound.server_memory)

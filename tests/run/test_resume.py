@@ -93,7 +93,7 @@ def finish(process: subprocess.Popen[bytes]) -> tuple[int, str]:
 
 SLOW_ROUNDS = """
 import time
-from fedloom.run import Run
+from fedloom.rounds.run import Run
 played = Run.play
 def slow(self, *args, **kwargs):
     time.sleep(0.03)
@@ -143,7 +143,7 @@ def test_killed_at_random_moments(tmp_path: Path, changes: dict[str, Any]) -> No
 
 KILL_AT_WRITE = """
 import os, signal
-from fedloom.store import disk
+from fedloom.store import atomic
 left = {count}
 renamed = os.replace
 def replace(a, b):
@@ -154,7 +154,7 @@ def replace(a, b):
     renamed(a, b)
     if left == 0:
         os.kill(os.getpid(), signal.SIGKILL)
-disk.os.replace = replace
+atomic.os.replace = replace
 """
 
 
@@ -180,7 +180,7 @@ def test_half_written_file_of_a_checkpoint_is_ignored(tmp_path: Path) -> None:
     assert finish(start(path, tmp_path / "whole"))[0] == 0
     patch = """
     import os, signal
-    from fedloom.store import disk
+    from fedloom.store import atomic as disk
     written = []
     def fsync(number):
         written.append(number)

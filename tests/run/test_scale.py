@@ -14,11 +14,11 @@ import pytest
 import torch
 
 import fedloom as fl
+from fedloom.clients.states import ClientState
 from fedloom.errors import RunError, UserError
-from fedloom.optim import OptState
-from fedloom.store import clients as store
-from fedloom.store.clients import ClientStore
-from fedloom.work import ClientState
+from fedloom.spec.optimizer import OptState
+from fedloom.store import client_store as store
+from fedloom.store.client_store import ClientStore
 from tests.helpers import bn_mlp, federation
 from tests.run.test_resume import contents, interrupted
 
@@ -104,7 +104,7 @@ def test_a_run_that_spills_is_the_run_that_does_not(tmp_path: Path, monkeypatch:
 
 def test_a_failed_round_leaves_the_state_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The checkpoint after an error is that of the last good round, whatever clients had sent by then."""
-    from fedloom.run import Run
+    from fedloom.rounds.run import Run
 
     worked = Run._own_work
 
@@ -133,11 +133,11 @@ def population(clients: int, rows: int = 6) -> fl.Federation:
 @pytest.mark.filterwarnings("ignore:clients that never took part")
 def test_two_thousand_clients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A round and its checkpoint touch the cohort, not the population."""
-    from fedloom import building
+    from fedloom.runs import problem
 
     made: list[str] = []
-    whole = building.make_site
-    monkeypatch.setattr(building, "make_site", lambda c, *args: (made.append(c.id), whole(c, *args))[1])
+    whole = problem.make_site
+    monkeypatch.setattr(problem, "make_site", lambda c, *args: (made.append(c.id), whole(c, *args))[1])
     sizes: list[int] = []
 
     def look(record: dict[str, Any]) -> bool:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fedloom as fl
-from fedloom.data import Dataset, Rows, frames
+from fedloom.data import Dataset, Rows, recordings
 
 
 def film(lengths: list[int], test: list[int] | None = None, test_groups: list[int] | None = None) -> Dataset:
@@ -98,7 +98,7 @@ def test_pooled_recordings_make_a_client_of_their_own() -> None:
 )
 def test_hold_out_parts_at_most_one_pair_of_neighbours(lengths: list[int], share: float, seed: int) -> None:
     sequences = np.repeat(np.arange(len(lengths)), lengths)
-    kept, off = frames.hold_out(sequences, share, np.random.default_rng(seed))
+    kept, off = recordings.hold_out(sequences, share, np.random.default_rng(seed))
     n = len(sequences)
     assert sorted([*kept, *off]) == list(range(n))
     if n < 2:

@@ -11,7 +11,7 @@ from PIL import Image
 from torch import nn
 
 import fedloom as fl
-from fedloom.reports.pictures import Legend, errors, predictions
+from fedloom.reports.segmentation_pictures import Legend, errors, predictions
 from tests.helpers import federation, fit
 
 
@@ -29,7 +29,11 @@ def run(method: str, data: fl.Federation, **more: object) -> fl.Result:
 
 
 def test_no_two_classes_share_a_colour() -> None:
-    for names in (fl.data.scenes.CLASSES, ["Car", "Cars", "sidewalk", "Sidewalk 2"], [str(i) for i in range(40)]):
+    for names in (
+        fl.data.sets.street_scenes.CLASSES,
+        ["Car", "Cars", "sidewalk", "Sidewalk 2"],
+        [str(i) for i in range(40)],
+    ):
         colours = Legend.of(names).colours
         assert len(np.unique(colours, axis=0)) == len(names)
         assert not (colours == 0).all(1).any()

@@ -12,8 +12,8 @@ from PIL import Image
 
 import fedloom as fl
 from fedloom.data import from_masks, load
-from fedloom.data.masks import Class, ClassTable, read_table
-from fedloom.data.street import CAMVID, CITYSCAPES
+from fedloom.data.readers.masks import Class, ClassTable, read_table
+from fedloom.data.sets.street import CAMVID, CITYSCAPES
 
 DRAW = np.random.default_rng(0)
 

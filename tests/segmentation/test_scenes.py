@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import fedloom as fl
-from fedloom.data.scenery import CLASSES, VOID
+from fedloom.data.sets.street_drawing import CLASSES, VOID
 
 SMALL = {"towns": 4, "frames": 12, "length": 4, "size": (32, 48)}
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import fedloom as fl
-from fedloom.types import Batch
+from fedloom.tasks.batch import Batch
 from tests.helpers import fit, gap, shared
 
 WEIGHTS = [0.5, 3.0, 1.0, 0.0]

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from fedloom.cli import comparing, computing, deploy, helping, listing, reporting, running, showing, using
+from fedloom.cli import check, cite, compare, demo, deploy, doctor, listing, predict, report, run, theory
 from fedloom.version import __version__
 
 HELP = """Personalised federated learning on PyTorch.
@@ -39,16 +39,16 @@ def top(
     """The options before a command."""
 
 
-app.command("demo")(showing.demo)
-app.command("run")(running.run)
-app.command("compare")(comparing.compare)
-app.command("report")(reporting.report)
+app.command("demo")(demo.demo)
+app.command("run")(run.run)
+app.command("compare")(compare.compare)
+app.command("report")(report.report)
 app.command("list")(listing.names)
-app.command("tune")(running.tune)
-app.command("predict")(using.predict)
-app.command("export")(using.export)
-app.command("check")(helping.check)
-app.command("cite")(helping.cite)
-app.command("theory")(computing.theory)
-app.command("doctor")(helping.doctor)
+app.command("tune")(run.tune)
+app.command("predict")(predict.predict)
+app.command("export")(predict.export)
+app.command("check")(check.check)
+app.command("cite")(cite.cite)
+app.command("theory")(theory.theory)
+app.command("doctor")(doctor.doctor)
 app.add_typer(deploy.app, name="deploy")

@@ -39,7 +39,7 @@ def init(
     inner_port: Annotated[int, typer.Option(help="Port of Flower's SuperLink on the loopback interface.")] = 9443,
 ) -> None:
     """Make the folder of a consortium: certificates, keys, configurations, instructions."""
-    from fedloom.deploy import project
+    from fedloom.flower.setup import project
 
     names = [s.strip() for s in sites.split(",") if s.strip()]
     plan = project.init(folder, experiment=experiment, sites=names, host=host, port=port, inner=inner_port)
@@ -49,8 +49,8 @@ def init(
 @app.command()
 def key(folder: Annotated[Path, typer.Argument(help="A site's folder.")]) -> None:
     """Make a site's key pair anew, at the site; send site.pub to the server."""
-    from fedloom.deploy.keys import make_site_key
-    from fedloom.deploy.rows import SiteConfig
+    from fedloom.flower.setup.keys import make_site_key
+    from fedloom.flower.site.site_data import SiteConfig
 
     make_site_key(folder, SiteConfig.load(folder / "site.toml").site)
     typer.echo(f"{folder / 'site.pub'}: send this file to the server; {folder / 'site.key'} never leaves")
@@ -67,8 +67,8 @@ def server(
     proxy: Annotated[bool, typer.Option(help="Start the proxy; without, put nginx there.")] = True,
 ) -> None:
     """Start the SuperLink, let the sites' keys in, and open the door to sites; runs until it is stopped."""
-    from fedloom.deploy import processes
-    from fedloom.deploy.project import read_consortium
+    from fedloom.flower.server import processes
+    from fedloom.flower.setup.project import read_consortium
 
     signal.signal(signal.SIGTERM, _stop)
     with processes.server(folder, listen=listen, proxy=proxy) as running:
@@ -94,18 +94,18 @@ def site(
     as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
 ) -> None:
     """Join the consortium with this site's rows; runs until it is stopped."""
-    from fedloom.deploy import joining, node
-    from fedloom.deploy.rows import SiteConfig
+    from fedloom.flower.site import join, node
+    from fedloom.flower.site.site_data import SiteConfig
 
     if data is not None:
-        joining.set_path(folder / "site.toml", data)
+        join.set_path(folder / "site.toml", data)
     config = SiteConfig.load(folder / "site.toml")
     if dry_run or experiment is not None:
         if experiment is None:
             raise UserError("--dry-run needs the experiment: --experiment experiment.toml")
-        found = joining.inspect(config, experiment)
+        found = join.inspect(config, experiment)
         if dry_run:
-            typer.echo(json.dumps(found, indent=2) if as_json else joining.text(found))
+            typer.echo(json.dumps(found, indent=2) if as_json else join.text(found))
             return
     signal.signal(signal.SIGTERM, _stop)
     with node.site(folder, config) as (process, worker):
@@ -135,7 +135,7 @@ def run(
     as_json: Annotated[bool, typer.Option("--json", help="Print the sites' metrics as JSON.")] = False,
 ) -> None:
     """Run the experiment over the sites, from the server's machine."""
-    from fedloom.deploy import processes, results
+    from fedloom.flower.server import processes, results
 
     processes.run(folder, out, resume=resume, experiment=experiment, quiet=quiet)
     found: dict[str, Any] = results.read(out)
@@ -152,7 +152,7 @@ def predict(
     ],
 ) -> None:
     """Use the site's own model, at the site: one line of outputs per row."""
-    from fedloom.deploy import using
+    from fedloom.flower.site import predict as using
 
     for row in using.predict(folder / "site.toml", experiment, method, input):
         typer.echo(",".join(f"{value:.6g}" for value in row))

@@ -11,12 +11,15 @@ from typing import Annotated, Any
 
 import typer
 
-from fedloom import config, data, models, registry
+from fedloom import data, models
 from fedloom.errors import UserError
-from fedloom.options import Settings, default, meanings, option_names
-from fedloom.registry import Entry
-from fedloom.taps.report import model_costs
-from fedloom.values import words
+from fedloom.runs import config_file
+from fedloom.runs.options import Settings
+from fedloom.runs.tap_report import model_costs
+from fedloom.spec import registry
+from fedloom.spec.options import default, meanings, option_names
+from fedloom.spec.registry import Entry
+from fedloom.spec.type_check import words
 
 Row = dict[str, Any]
 
@@ -143,12 +146,12 @@ def option_rows() -> list[Row]:
         {"table": "", "key": key, "type": kind, "default": value, "meaning": meaning}
         for key, (kind, value, meaning) in _PARTS.items()
     ]
-    tables: dict[str, type[Any]] = {"": Settings, **config.SECTIONS}
+    tables: dict[str, type[Any]] = {"": Settings, **config_file.SECTIONS}
     for table, cls in tables.items():
         hints, texts = typing.get_type_hints(cls), meanings(cls)
         for key in option_names(cls):
             value = default(cls, key)
-            shown = None if value is None else config.plain(value)
+            shown = None if value is None else config_file.plain(value)
             rows.append(
                 {"table": table, "key": key, "type": words(hints[key]), "default": shown, "meaning": texts[key]}
             )

@@ -14,13 +14,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedloom import batches
-from fedloom.batches import Steps
+from fedloom.clients import batches
+from fedloom.clients.batches import Steps
 from fedloom.data import Rows
-from fedloom.network import Network
-from fedloom.orders import suited
-from fedloom.transfer import to_device_async
-from fedloom.types import Batch, Leaves
+from fedloom.devices import to_device_async
+from fedloom.network.functional import Network
+from fedloom.network.memory_format import suited
+from fedloom.tasks.batch import Batch
+from fedloom.tensors import Leaves
 
 
 @dataclass(frozen=True, slots=True)

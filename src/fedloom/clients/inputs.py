@@ -10,17 +10,18 @@ import torch
 from torch import Tensor
 
 from fedloom import rng
-from fedloom.bound import Bound
 from fedloom.clients.arrangement import Arrangement
+from fedloom.clients.messages import Participant, Post, Work
+from fedloom.devices import to_device_async
+from fedloom.network.bound_method import Bound
+from fedloom.spec.seen import Seen
+from fedloom.tensors import Leaves
 from fedloom.torch_internals import pytree
-from fedloom.transfer import to_device_async
-from fedloom.types import Leaves, Seen
-from fedloom.work import Participant, Post, Work
 
 
 @dataclass(frozen=True, slots=True)
 class ClientInputs:
-    """The fields of :class:`fedloom.types.Seen` in three groups. The group decides the layout.
+    """The fields of :class:`fedloom.spec.seen.Seen` in three groups. The group decides the layout.
 
     Args:
         own: tensors with a client axis in a wave: start, addressed, memory, swept, steps, n,

@@ -14,19 +14,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedloom import batches, rng, transfer, tree
-from fedloom.batches import SWEEP_BATCH
-from fedloom.bound import Bound, BoundPhase
+from fedloom import devices, rng, tensors
+from fedloom.clients import batches
 from fedloom.clients.arrangement import ONE_CLIENT, Arrangement, BatchSchedule, Shapes
+from fedloom.clients.batches import SWEEP_BATCH
 from fedloom.clients.inputs import client_inputs
+from fedloom.clients.messages import Participant, Post, Reply, Work
+from fedloom.clients.states import ClientState
 from fedloom.clients.step import PhaseStart, StartSteps, Step, start_eager
 from fedloom.clients.stop import StopRule
 from fedloom.clients.sweep import Accumulate, Statistic, Value, add_up, judge_value, prediction, sweep_size, sweep_value
 from fedloom.data import Rows
-from fedloom.optim import OptState
-from fedloom.slots import Judge, Phase, Program, Receive, Send, Sweep
-from fedloom.types import Batch, Inputs, Leaves, Memory, Message, Seen
-from fedloom.work import ClientState, Participant, Post, Reply, Work
+from fedloom.network.bound_method import Bound, BoundPhase
+from fedloom.spec.optimizer import OptState
+from fedloom.spec.parts import Judge, Phase, Program, Receive, Send, Sweep
+from fedloom.spec.seen import Seen
+from fedloom.tasks.batch import Batch
+from fedloom.tensors import Inputs, Leaves, Memory, Message
 
 
 class ClientRunner:
@@ -190,7 +194,7 @@ class ClientRunner:
     def vector(self, numbers: Sequence[float]) -> Tensor:
         """Return one number per client as a tensor on their device."""
         n: Tensor = self.inputs.own["n"]
-        return transfer.to_device_async(torch.tensor(numbers, dtype=n.dtype), n.device).reshape(n.shape)
+        return devices.to_device_async(torch.tensor(numbers, dtype=n.dtype), n.device).reshape(n.shape)
 
     # Sweeps, judgements and predictions.
 
@@ -274,12 +278,14 @@ class ClientRunner:
 
         def copies(values: Leaves) -> list[Leaves]:
             # A view would keep the whole wave in memory as long as one client's state exists.
-            return each(dict(zip(values, tree.rows(list(values.values())), strict=True))) if several else views(values)
+            return (
+                each(dict(zip(values, tensors.rows(list(values.values())), strict=True))) if several else views(values)
+            )
 
         leaves = copies({n: v for n, v in self.leaves.items() if self.bound.specs[n].kept})
         memory = {o: copies(m) for o, m in self.inputs.own["memory"].items()}
         message = {e: views(m) for e, m in self.message.items()}
-        steps = {p: self.counts[p] or transfer.read_scalars(split(v)) for p, v in self.inputs.own["steps"].items()}
+        steps = {p: self.counts[p] or devices.read_scalars(split(v)) for p, v in self.inputs.own["steps"].items()}
         loss = self.losses[0] if len(self.losses) == 1 else torch.stack(self.losses).nanmean(0) if self.losses else None
         losses = [None] * len(people) if loss is None else split(loss)
         judged = {n: list(zip(views(sums), each(rows), strict=True)) for n, (sums, rows) in self.judged.items()}

@@ -20,16 +20,18 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from fedloom import rng, tree
-from fedloom.bound import Bound, BoundPhase
+from fedloom import rng, tensors
 from fedloom.clients.arrangement import Arrangement, BatchSchedule, Shapes, Slot
 from fedloom.clients.inputs import ClientInputs
 from fedloom.data.augment import Augmentation, key_of
 from fedloom.errors import UserError
-from fedloom.optim import Optimizer, OptState, along_clients
+from fedloom.network.bound_method import Bound, BoundPhase
+from fedloom.spec.optimizer import Optimizer, OptState, along_clients
+from fedloom.spec.seen import Seen
+from fedloom.spec.view import View
+from fedloom.tasks.batch import Batch
+from fedloom.tensors import Leaves, Memory
 from fedloom.torch_internals import pytree
-from fedloom.types import Batch, Leaves, Memory, Seen
-from fedloom.view import View
 
 Gradients = Callable[..., tuple[Tensor, list[Tensor | None] | None, Memory]]
 """``(leaves, inputs, batch, carry, number) -> (losses, gradients, carry)``: :meth:`Step.gradients`, or a trace of it."""
@@ -135,7 +137,7 @@ class Step:
             losses, grads, carry = (gradients or self.gradients)(state.leaves, inputs, batch, state.carry, number)
             # Not masked by `active`: a client that does not move reads its carried values no more.
             if carry:
-                tree.overwrite(pytree.tree_leaves(state.carry), pytree.tree_leaves(carry))
+                tensors.overwrite(pytree.tree_leaves(state.carry), pytree.tree_leaves(carry))
             if grads is not None:
                 self.optimize(state, inputs, grads, active)
             if phase.project is not None:
@@ -297,7 +299,7 @@ class PhaseStart:
         leaves, trained = dict(self.leaves), step.phase.trained
         buffers = [s.name for s in step.bound.specs.values() if s.copy == step.phase.phase.copy and s.buffer]
         leaves |= {n: leaves[n].clone() for n in buffers}
-        leaves |= dict(zip(trained, tree.copies([leaves[n] for n in trained]), strict=True))
+        leaves |= dict(zip(trained, tensors.copies([leaves[n] for n in trained]), strict=True))
         carry = {owner: dict(values) for owner, values in self.carry.items()}
         # Copied: an evaluation that adapts the model, or a rejected reply, must not change them.
         moments = copy.deepcopy(self.moments)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fedloom.clients.arrangement import Arrangement, Slot
 from fedloom.clients.inputs import ClientInputs
-from fedloom.types import Seen
+from fedloom.spec.seen import Seen
 
 HISTORY = 10
 """Number of past losses that ``until`` reads."""

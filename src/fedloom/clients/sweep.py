@@ -8,17 +8,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedloom import tree
-from fedloom.batches import sweep_rows
-from fedloom.bound import Bound
+from fedloom import tensors
 from fedloom.clients.arrangement import Arrangement, BatchSchedule
+from fedloom.clients.batches import sweep_rows
 from fedloom.clients.inputs import ClientInputs
+from fedloom.clients.messages import Work
 from fedloom.data import Rows
-from fedloom.slots import Judge, Sweep
+from fedloom.network.bound_method import Bound
+from fedloom.spec.parts import Judge, Sweep
+from fedloom.spec.seen import Seen
+from fedloom.spec.view import View
+from fedloom.tasks.batch import Batch
+from fedloom.tensors import Leaves
 from fedloom.torch_internals import pytree
-from fedloom.types import Batch, Leaves, Seen
-from fedloom.view import View
-from fedloom.work import Work
 
 Value = Callable[[Leaves, Seen, Batch], Leaves]
 
@@ -76,7 +78,7 @@ def add_up(statistic: Statistic, leaves: Leaves, inputs: ClientInputs, schedule:
         elif statistic.arrangement.several and len(next(iter(sums.values()))) > slot.clients:
             sums = {k: torch.cat([v[: slot.clients] + part[k], v[slot.clients :]]) for k, v in sums.items()}
         else:
-            sums = tree.add(sums, part)
+            sums = tensors.add(sums, part)
     assert sums is not None, "a sweep over no rows"
     return sums
 

@@ -9,15 +9,17 @@ from typing import Any
 
 from torch import nn
 
-from fedloom import config, expr
 from fedloom import data as sets
 from fedloom.comparison.grid import described
 from fedloom.data import Federation
 from fedloom.errors import UnknownName, UserError
-from fedloom.optim import Optimizer
-from fedloom.options import Data, option_names
-from fedloom.record import Method
-from fedloom.store.files import rows_fingerprint
+from fedloom.runs import config_file
+from fedloom.runs.model_files import rows_fingerprint
+from fedloom.runs.options import Data
+from fedloom.spec import text_form
+from fedloom.spec.method import Method
+from fedloom.spec.optimizer import Optimizer
+from fedloom.spec.options import option_names
 from fedloom.tasks import Task
 
 Values = dict[str, Any]
@@ -62,18 +64,18 @@ def model_for(model: Any, options: Mapping[str, Any]) -> Any:
 
 def check(made: Mapping[str, Any]) -> None:
     """Refuses wrong arguments before anything runs; what only the data can tell is found by ``fit``."""
-    plain = {k: v for k, v in made.items() if k in config.KEYS and v is not None}
-    plain["method"] = str(expr.method(made["method"]).text)
+    plain = {k: v for k, v in made.items() if k in config_file.KEYS and v is not None}
+    plain["method"] = str(text_form.method(made["method"]).text)
     for key in ("data", "model", "optimizer", "task", "engine", "augment"):
         if key in plain and not isinstance(plain[key], (str, Mapping)):
             del plain[key]
-    config.check({"data": {}, **plain})
+    config_file.check({"data": {}, **plain})
     if isinstance(plain.get("evaluate"), Mapping) and plain["evaluate"].get("folds"):
         raise UserError(
             "evaluate.folds is an option of fedloom run and fl.cross_validate; a comparison repeats runs by seeds: leave it out"
         )
     if isinstance(plain.get("data"), Mapping) and isinstance(text := plain["data"].get("partition"), str):
-        config.partitioner_of(text)
+        config_file.partitioner_of(text)
 
 
 def federation(made: Mapping[str, Any]) -> Any:
@@ -113,7 +115,7 @@ def _data(given: Any, rest: str, value: Any) -> Any:
 def _partition(text: str, key: str, value: Any) -> str:
     """The text of a partition with one argument changed."""
     parts, done = [], False
-    for name, args, options in expr.parse_call(text, what="data.partition"):
+    for name, args, options in text_form.parse_call(text, what="data.partition"):
         if name not in sets.PARTITIONS:
             raise UnknownName("partition", name, sets.PARTITIONS)
         takes = list(inspect.signature(sets.PARTITIONS[name]).parameters)
@@ -148,9 +150,9 @@ def _table(head: str, given: Any, key: str) -> Values:
     if given is None:
         return {}
     if isinstance(given, Optimizer):
-        return config.optimizer_table(given)
+        return config_file.optimizer_table(given)
     if head in ("optimizer", "model") and isinstance(given, str):
-        name, options = config.named(head, given)
+        name, options = config_file.named(head, given)
         return {"name": name, **options}
     if isinstance(given, Mapping):
         return dict(given)
@@ -175,9 +177,9 @@ def facts(base: Mapping[str, Any]) -> Values:
         if isinstance(value, Federation):
             found[key] = {"fingerprint": rows_fingerprint(value)}
         elif isinstance(value, Optimizer):
-            found[key] = config.optimizer_table(value)
+            found[key] = config_file.optimizer_table(value)
         elif isinstance(value, Task) or (callable(value) and not isinstance(value, Mapping)):
             found[key] = described(value)
         else:
-            found[key] = config.plain(value)
+            found[key] = config_file.plain(value)
     return found

@@ -14,9 +14,9 @@ from fedloom import tasks
 from fedloom.comparison.arguments import model_for
 from fedloom.comparison.grid import setting
 from fedloom.errors import UserError
-from fedloom.result import Result
-from fedloom.store import load_run
-from fedloom.store.folder import CLIENTS, RUN, read_clients, read_config, read_metrics
+from fedloom.runs.loading import load_run
+from fedloom.runs.result import Result
+from fedloom.runs.run_folder import CLIENTS, RUN, read_clients, read_config, read_metrics
 
 State = Literal["waiting", "unfinished", "done", "failed"]
 Given = nn.Module | Callable[[], nn.Module] | None

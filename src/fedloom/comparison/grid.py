@@ -11,11 +11,12 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from fedloom import config, expr
+from fedloom.api import fit
 from fedloom.errors import UnknownName, UserError
-from fedloom.optim import Optimizer
-from fedloom.record import Method
-from fedloom.simulation import fit
+from fedloom.runs import config_file
+from fedloom.spec import text_form
+from fedloom.spec.method import Method
+from fedloom.spec.optimizer import Optimizer
 
 Methods = Sequence[str | Method] | Mapping[str, str | Method] | str
 Values = dict[str, Any]
@@ -54,7 +55,7 @@ def methods_of(given: Methods) -> dict[str, Method]:
     for label, method in pairs:
         if label in made:
             raise UserError(f"methods: {label!r} is there twice; leave one out, or give a mapping with two labels")
-        made[label] = expr.method(method)
+        made[label] = text_form.method(method)
     if not made:
         raise UserError("methods: expected at least one, such as 'fedavg; fedavg + isr'")
     return made
@@ -168,9 +169,9 @@ def shown(value: Any) -> str:
     if isinstance(value, (bool, int, float, str)):
         return str(value)
     if isinstance(value, Optimizer):
-        table = config.optimizer_table(value)
+        table = config_file.optimizer_table(value)
         return f"{table.pop('name')}({', '.join(f'{k}={v}' for k, v in table.items())})"
-    return str(config.plain(value)) if isinstance(value, (list, tuple, Mapping)) else described(value)
+    return str(config_file.plain(value)) if isinstance(value, (list, tuple, Mapping)) else described(value)
 
 
 def described(value: Any) -> str:
@@ -183,7 +184,9 @@ def described(value: Any) -> str:
 
 def plain(value: Any) -> Any:
     """A value as JSON can hold it; what was given in Python is named."""
-    return config.plain(value) if isinstance(value, (bool, int, float, str, list, tuple, Mapping)) else shown(value)
+    return (
+        config_file.plain(value) if isinstance(value, (bool, int, float, str, list, tuple, Mapping)) else shown(value)
+    )
 
 
 def setting(options: Mapping[str, Any]) -> str:

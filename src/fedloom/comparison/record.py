@@ -11,13 +11,13 @@ from typing import Any
 from rich.console import Console
 
 from fedloom.comparison.cell import Cell, Cells, Given
+from fedloom.comparison.formats import Sheet
 from fedloom.comparison.grid import plain
-from fedloom.comparison.sheets import Sheet
 from fedloom.comparison.tables import make_tables, write_tables
 from fedloom.errors import UserError
-from fedloom.store import disk
-from fedloom.store.packing import read
-from fedloom.values import FORMAT, check_format
+from fedloom.store import atomic
+from fedloom.store.codec import read
+from fedloom.store.format_number import FORMAT, check_format
 
 FILE, RUNS = "comparison.json", "runs"
 
@@ -85,9 +85,9 @@ class Comparison(Cells):
             "cells": cells,
         }
         text = json.dumps(facts, indent=1)
-        with disk.writing(self.path):
+        with atomic.writing(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
-        disk.write(self.path / FILE, text.encode())
+        atomic.write(self.path / FILE, text.encode())
 
 
 def _plain(options: Mapping[str, Any]) -> dict[str, Any]:

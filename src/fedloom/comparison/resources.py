@@ -10,10 +10,10 @@ from typing import Any
 
 from torch import Tensor
 
-from fedloom import transfer
+from fedloom import devices
 from fedloom.comparison.arguments import federation
-from fedloom.config import federation_of
 from fedloom.errors import UserError
+from fedloom.runs.config_file import federation_of
 
 PROCESS = 1.0e9
 """Bytes of a process that has torch loaded and trains a small network."""
@@ -39,7 +39,7 @@ def jobs_of(given: int | str, cells: int, made: Mapping[str, Any] | None) -> int
     if given != "auto":
         return min(int(given), cells)
     device = str(made.get("device", "auto"))
-    if device.startswith("cuda") or (device == "auto" and transfer.gpu_name() is not None):
+    if device.startswith("cuda") or (device == "auto" and devices.gpu_name() is not None):
         return 1  # a GPU is kept busy by one run; two fight over its memory
     most = min(cells, processors())
     if most < 2:

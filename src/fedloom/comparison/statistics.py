@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fedloom.folds import t_quantile
+from fedloom.comparison.cross_validation import t_quantile
 
 
 @dataclass(frozen=True, slots=True)

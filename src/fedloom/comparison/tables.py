@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from fedloom.comparison import sheets
+from fedloom.comparison import formats
+from fedloom.comparison.aggregate import Verdicts
 from fedloom.comparison.cell import Cells
-from fedloom.comparison.sheets import Column, Sheet
-from fedloom.comparison.verdicts import Verdicts
-from fedloom.store import disk
+from fedloom.comparison.formats import Column, Sheet
+from fedloom.store import atomic
 
 FOLDER = "tables"
 
@@ -35,7 +35,7 @@ def write_tables(comparison: Cells, made: dict[str, Sheet]) -> list[Path]:
     ``costs`` gets no CSV of its own: its numbers are in that of ``summary``.
     """
     place = comparison.path / FOLDER
-    with disk.writing(place):
+    with atomic.writing(place):
         place.mkdir(parents=True, exist_ok=True)
     found = []
     for name, sheet in made.items():
@@ -43,15 +43,15 @@ def write_tables(comparison: Cells, made: dict[str, Sheet]) -> list[Path]:
         if name not in ("cells", "clients"):
             forms |= {".md": sheet.markdown, ".tex": sheet.latex}
         for ending, form in forms.items():
-            disk.write(place / f"{name}{ending}", form().encode())
+            atomic.write(place / f"{name}{ending}", form().encode())
             found.append(place / f"{name}{ending}")
     return found
 
 
 def _first(comparison: Cells) -> tuple[Column, ...]:
     """The columns that say what a row is of."""
-    named = [Column(sheets.SETTING, sheets.text("setting"), left=True)] if comparison.sweep else []
-    return (*named, Column("method", sheets.text("method"), left=True))
+    named = [Column(formats.SETTING, formats.text("setting"), left=True)] if comparison.sweep else []
+    return (*named, Column("method", formats.text("method"), left=True))
 
 
 def _runs(row: Any) -> str:
@@ -80,8 +80,8 @@ def _reached(row: Any) -> str:
 
 def _against(comparison: Cells) -> tuple[Column, ...]:
     return (
-        Column(f"over {comparison.baseline}", sheets.spread("difference", sign=True)),
-        Column("p", sheets.probability("p_holm")),
+        Column(f"over {comparison.baseline}", formats.spread("difference", sign=True)),
+        Column("p", formats.probability("p_holm")),
         Column("wins", _wins),
         Column("clients", _helped),
     )
@@ -102,9 +102,9 @@ def _summary(comparison: Cells, verdicts: Verdicts) -> Sheet:
     columns = (
         *_first(comparison),
         Column("runs", _runs),
-        Column(comparison.metric, sheets.spread("value"), sheets.lowest(rows, "value", ["setting"], sign)),
+        Column(comparison.metric, formats.spread("value"), formats.lowest(rows, "value", ["setting"], sign)),
         *_against(comparison),
-        Column("rank", sheets.value("rank", 2), sheets.lowest(rows, "rank", ["setting"], 1.0)),
+        Column("rank", formats.value("rank", 2), formats.lowest(rows, "rank", ["setting"], 1.0)),
     )
     title = f"{comparison.metric} of the clients' own models on their own test rows"
     return Sheet("summary", title, rows, columns, (*_explained(comparison), *_failures(comparison)))
@@ -115,13 +115,13 @@ def _costs(comparison: Cells, verdicts: Verdicts) -> Sheet:
     aim = f"{comparison.target:g}" if comparison.target is not None else f"{comparison.baseline}'s own mean"
     columns = (
         *_first(comparison),
-        Column("worst 10 %", sheets.value("worst10"), sheets.lowest(rows, "worst10", ["setting"], sign)),
-        Column("shared model", sheets.value("shared")),
-        Column("new clients", sheets.value("new")),
+        Column("worst 10 %", formats.value("worst10"), formats.lowest(rows, "worst10", ["setting"], sign)),
+        Column("shared model", formats.value("shared")),
+        Column("new clients", formats.value("new")),
         Column("rounds to target", _reached),
-        Column("MB to target", sheets.size("bytes_to_target")),
-        Column("MB", sheets.size("bytes")),
-        Column("seconds", sheets.value("seconds", 1)),
+        Column("MB to target", formats.size("bytes_to_target")),
+        Column("MB", formats.size("bytes")),
+        Column("seconds", formats.value("seconds", 1)),
         Column("Pareto", lambda row: "✓" if row["pareto"] else ""),
     )
     note = (
@@ -134,12 +134,12 @@ def _costs(comparison: Cells, verdicts: Verdicts) -> Sheet:
 def _overall(comparison: Cells, verdicts: Verdicts) -> Sheet:
     rows = verdicts.overall
     columns = (
-        Column("method", sheets.text("method"), left=True),
+        Column("method", formats.text("method"), left=True),
         Column("runs", _runs),
         *_against(comparison),
-        Column("p (Wilcoxon)", sheets.probability("p_wilcoxon")),
-        Column("p (sign)", sheets.probability("p_sign")),
-        Column("rank", sheets.value("rank", 2), sheets.lowest(rows, "rank", [], 1.0)),
+        Column("p (Wilcoxon)", formats.probability("p_wilcoxon")),
+        Column("p (sign)", formats.probability("p_sign")),
+        Column("rank", formats.value("rank", 2), formats.lowest(rows, "rank", [], 1.0)),
     )
     blocks = max((r["ranked"] for r in rows), default=0)
     note = f"Over all settings and seeds. Ranks are means over the {blocks} pairs of setting and seed in which no method is missing."
@@ -149,12 +149,12 @@ def _overall(comparison: Cells, verdicts: Verdicts) -> Sheet:
 def _gap(comparison: Cells, verdicts: Verdicts) -> Sheet:
     rows = verdicts.gaps
     columns = (
-        *([Column(sheets.SETTING, sheets.text("setting"), left=True)] if len(comparison.sweep) > 1 else []),
-        Column("mode", sheets.text("mode"), left=True),
-        Column("method", sheets.text("method"), left=True),
-        Column("gap", sheets.spread("gap", sign=True)),
-        Column("closed", sheets.spread("closed", sign=True)),
-        Column("p", sheets.probability("p")),
+        *([Column(formats.SETTING, formats.text("setting"), left=True)] if len(comparison.sweep) > 1 else []),
+        Column("mode", formats.text("mode"), left=True),
+        Column("method", formats.text("method"), left=True),
+        Column("gap", formats.spread("gap", sign=True)),
+        Column("closed", formats.spread("closed", sign=True)),
+        Column("p", formats.probability("p")),
     )
     note = (
         f"Gap: {comparison.metric} of centralised training less that of the mode, paired by seed. "

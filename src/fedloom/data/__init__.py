@@ -3,12 +3,8 @@
 from fedloom.data.augment import Augment
 from fedloom.data.client_data import ClientData, Scale, to_float
 from fedloom.data.dataset import Dataset
-from fedloom.data.datasets import DATASETS, load
 from fedloom.data.federation import Federation, from_folder, from_rows, from_table, read
-from fedloom.data.frames import chunks
-from fedloom.data.generators import synthetic
-from fedloom.data.masks import from_masks
-from fedloom.data.partitions import (
+from fedloom.data.partition import (
     PARTITIONS,
     Partitioner,
     affine,
@@ -19,10 +15,14 @@ from fedloom.data.partitions import (
     quantity,
     shards,
 )
-from fedloom.data.preprocessing import Preprocess, Preprocessing
+from fedloom.data.preprocess import Preprocess, Preprocessing
+from fedloom.data.readers.masks import from_masks
+from fedloom.data.readers.tables import encode_table
+from fedloom.data.recordings import chunks
 from fedloom.data.rows import Inputs, Rows, concatenate
-from fedloom.data.scenes import street_scenes
-from fedloom.data.tables import encode_table
+from fedloom.data.sets.catalogue import DATASETS, load
+from fedloom.data.sets.street_scenes import street_scenes
+from fedloom.data.sets.synthetic import synthetic
 
 __all__ = [
     "Augment",

@@ -162,7 +162,7 @@ def augmentation(value: Augmentation | Mapping[str, Any] | None) -> Augmentation
     """
     if value is None or callable(value):
         return value
-    from fedloom.options import read
+    from fedloom.spec.options import read
 
     if "given" in value:
         raise UserError(

@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedloom.data.dealing import Index, Labels
-from fedloom.data.preprocessing import Preprocess
+from fedloom.data.partition import Index, Labels
+from fedloom.data.preprocess import Preprocess
 from fedloom.data.rows import Rows
-from fedloom.data.splits import check_share, three_way
+from fedloom.data.split import check_share, three_way
 from fedloom.errors import UserError
 from fedloom.rng import stream
 

@@ -11,14 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedloom.data import frames
+from fedloom.data import recordings
 from fedloom.data.client_data import ClientData, Scale, class_labels, is_class, take_or_none, to_float
-from fedloom.data.dealing import Labels
 from fedloom.data.federation import Federation
-from fedloom.data.partitions import Affine, Natural, Partitioner, iid
-from fedloom.data.preprocessing import Preprocess
+from fedloom.data.partition import Affine, Labels, Natural, Partitioner, iid
+from fedloom.data.preprocess import Preprocess
 from fedloom.data.rows import Rows, concatenate, map_inputs
-from fedloom.data.splits import SPLITS, check_share, matched, three_way
+from fedloom.data.split import SPLITS, check_share, matched, three_way
 from fedloom.errors import UserError
 from fedloom.rng import stream
 
@@ -106,7 +105,7 @@ class Dataset:
         split, by_group = self._check(partitioner, split, test, val)
         film = self.sequences is not None and not part_frames
         if self.sequences is not None:
-            frames.check_neighbours(self.name, partitioner, part_frames)
+            recordings.check_neighbours(self.name, partitioner, part_frames)
         pool, groups, sequences = self._pool(split)
         if clients is None:
             clients = len(np.unique(groups)) if by_group else _DEFAULT_CLIENTS
@@ -125,7 +124,7 @@ class Dataset:
             share = test if split == "per_client" else 0.0
             cutting = stream(seed, "split", name)
             if film:
-                train, off, checked = frames.three_way(sequences[part], share, val, cutting)
+                train, off, checked = recordings.three_way(sequences[part], share, val, cutting)
             else:
                 train, off, checked = three_way(labels[part], share, val, cutting)
             held_out = take_or_none(pool, part[off]) if split == "per_client" else held_out
@@ -145,7 +144,7 @@ class Dataset:
         """The split to use, and whether clients are the natural ones."""
         if not isinstance(rule, Partitioner):
             raise UserError(f"partition: got {rule!r}; expected a rule such as fl.dirichlet(0.3) or fl.iid().")
-        by_group = isinstance(rule.base if isinstance(rule, Affine) else rule, (Natural, frames.Chunks))
+        by_group = isinstance(rule.base if isinstance(rule, Affine) else rule, (Natural, recordings.Chunks))
         if by_group and not self.groups:
             raise UserError(f"data set {self.name!r} has no natural clients. Use fl.iid() or fl.dirichlet(0.3).")
         if split is None:
@@ -181,7 +180,7 @@ class Dataset:
         if split == "shared":
             return [self.test] * len(train)
         if film and self.test_groups is not None:
-            dealt = frames.deal_tests(self.test_groups, groups, [len(labels) for labels in train])
+            dealt = recordings.deal_tests(self.test_groups, groups, [len(labels) for labels in train])
             return [take_or_none(self.test, index) for index in dealt]
         if by_group and self.test_groups is not None:
             return [take_or_none(self.test, np.flatnonzero(self.test_groups == group)) for group in groups]

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from fedloom.data.client_data import ClientData, FederationParts, Scale, check_ids
-from fedloom.data.folders import read_folder, read_table
-from fedloom.data.pooled import group_rows
-from fedloom.data.preprocessing import Preprocess, Preprocessing, fit, plain
+from fedloom.data.one_array import group_rows
+from fedloom.data.preprocess import Preprocess, Preprocessing, fit, plain
+from fedloom.data.readers.folders import read_folder, read_table
+from fedloom.data.readers.torch_datasets import read_clients
 from fedloom.data.rows import Rows, leaves, make_rows, map_inputs
 from fedloom.data.summary import FederationSummary
-from fedloom.data.torch_datasets import read_clients
 from fedloom.errors import UnknownName, UserError
 
 _CLOUD = "cloud"

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-from fedloom.bound import Bound
-from fedloom.slots import Program
-from fedloom.work import Participant, Post, Reply, Site, Work
+from fedloom.clients.messages import Participant, Post, Reply, Site, Work
+from fedloom.network.bound_method import Bound
+from fedloom.spec.parts import Program
 
 
 class Problem(Protocol):
     """The parts of a run that an engine may read before it begins: methods, options and rows, no rounds.
 
-    :class:`fedloom.run.Run` is one.
+    :class:`fedloom.rounds.run.Run` is one.
     """
 
     @property

@@ -19,13 +19,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fedloom import transfer
-from fedloom.bound import Bound
+from fedloom import devices
+from fedloom.clients.messages import Participant, Post, Reply, Work
+from fedloom.clients.states import ClientState, ServerState
 from fedloom.engines.base import Engine
 from fedloom.errors import RunError, UserError
-from fedloom.server import ServerState
-from fedloom.slots import Program
-from fedloom.work import ClientState, Participant, Post, Reply, Work
+from fedloom.network.bound_method import Bound
+from fedloom.spec.parts import Program
 
 PATIENCE = timedelta(seconds=30)
 """How long a rank whose run has ended well waits for the others before it leaves."""
@@ -75,7 +75,7 @@ class Ranks:
             value: numbers, texts, tensors, lists and dictionaries.
             device: the device of the run, for its tensors; None for the host.
         """
-        from fedloom.store.packing import pack, unpack
+        from fedloom.store.codec import pack, unpack
 
         device = torch.device("cpu") if device is None else device
         data = pack({"value": value}, device) if self.first else b""
@@ -104,8 +104,8 @@ class Ranks:
     def share(self, found: tuple[Any, list[Any]] | None, device: torch.device) -> tuple[Any, list[Any]] | None:
         """Rank 0's checkpoint (snapshot and history) at every rank; None where it has none."""
         from fedloom.store.checkpoint import Snapshot
-        from fedloom.store.clients import ClientStore
-        from fedloom.store.packing import state_tree
+        from fedloom.store.client_store import ClientStore
+        from fedloom.store.codec import state_tree
 
         sent = None
         if self.first and found is not None:
@@ -135,7 +135,7 @@ def joined() -> Ranks | None:
         asked = [os.environ.get(k, "") for k in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")]
         if not all(asked) or asked[1] == "1":
             return None
-        cuda = transfer.select_gpu(int(os.environ.get("LOCAL_RANK", "0")))
+        cuda = devices.select_gpu(int(os.environ.get("LOCAL_RANK", "0")))
         dist.init_process_group("nccl" if cuda else "gloo")
         atexit.register(_leave)
     if dist.get_world_size() == 1:
@@ -169,7 +169,7 @@ class DistributedEngine(Engine):
         self, bound: Bound, work: Work, program: Program, post: Post, participants: Sequence[Participant]
     ) -> list[Reply]:
         """One reply per participant, in the order given, the same at every rank."""
-        from fedloom.store.packing import pack, unpack
+        from fedloom.store.codec import pack, unpack
 
         share = dealt(participants, self.ranks.count)[self.ranks.number]
         device = next(iter(post.leaves.values())).device
@@ -222,7 +222,7 @@ def dealt(people: Sequence[Participant], ranks: int) -> list[list[int]]:
 
 
 def _packed(reply: Reply) -> dict[str, Any]:
-    from fedloom.store.packing import state_tree
+    from fedloom.store.codec import state_tree
 
     return {
         "id": reply.id,

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from fedloom.bound import Bound
+from fedloom.clients.messages import Participant, Post, Reply, Work
 from fedloom.clients.runner import ClientRunner
 from fedloom.engines.base import Engine
-from fedloom.slots import Program
-from fedloom.work import Participant, Post, Reply, Work
+from fedloom.network.bound_method import Bound
+from fedloom.spec.parts import Program
 
 
 class LoopEngine(Engine):

@@ -17,15 +17,15 @@ import triton
 import triton.language as tl
 from torch import Tensor, nn
 
-from fedloom.frames import Frame
 from fedloom.gpu.cohort import accumulator_types, apply_to_cohort, is_cohort, relu_is_flat, tensor_or
+from fedloom.ops.forward_context import Frame
 
 BLOCK = 1024
 """Values that a program reads at a time."""
 
 
 def batch_norm(norm: nn.modules.batchnorm._BatchNorm, x: Tensor, frame: Frame) -> Tensor | None:
-    """Normalise x (batch, channels, ...) and update the layer's statistics. Plain form: :func:`fedloom.layers.batch_norm`."""
+    """Normalise x (batch, channels, ...) and update the layer's statistics. Plain form: :func:`fedloom.network.layers.batch_norm`."""
     if x.dim() < 3 or not can_normalise(norm, x, frame):
         return None
     y, mean, var, count = normalise(x, frame.mask, norm.weight, norm.bias, norm.eps)

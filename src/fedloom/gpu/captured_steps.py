@@ -19,30 +19,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedloom import tree
-from fedloom.bound import Bound
+from fedloom import tensors as tree
 from fedloom.clients.arrangement import Slot
 from fedloom.clients.inputs import ClientInputs
-from fedloom.clients.step import (
-    EagerRunner,
-    PhaseStart,
-    ScheduleOf,
-    Step,
-    StepRunner,
-    StepState,
-    start_eager,
-)
+from fedloom.clients.messages import Participant, Work
+from fedloom.clients.step import EagerRunner, PhaseStart, ScheduleOf, Step, StepRunner, StepState, start_eager
 from fedloom.clients.sweep import Statistic, add_up, common_leaves
+from fedloom.devices import to_device_async
 from fedloom.engines.vectorised.first_round import FirstRound, Reached
 from fedloom.engines.vectorised.rows import RowCache, WaveSchedule
 from fedloom.engines.vectorised.traced import recording
 from fedloom.gpu.batch_buffers import BatchBuffer, BatchBuffers, evict_graphs
 from fedloom.gpu.prefetch_batches import BatchPrefetcher
-from fedloom.slots import Judge, Program
+from fedloom.network.bound_method import Bound
+from fedloom.spec.parts import Judge, Program
+from fedloom.tasks.batch import Batch
+from fedloom.tensors import Leaves
 from fedloom.torch_internals import pytree
-from fedloom.transfer import to_device_async
-from fedloom.types import Batch, Leaves
-from fedloom.work import Participant, Work
 
 Replay = Callable[[], None]
 Graphs = dict[Hashable, tuple[Replay, BatchBuffer]]

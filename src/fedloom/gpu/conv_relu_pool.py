@@ -58,7 +58,7 @@ def conv_relu_pool(
 ) -> Tensor | None:
     """Apply the three layers to one client's images inside ``vmap``.
 
-    Plain form: :class:`fedloom.layers.CohortConv2d`, ``nn.ReLU``, ``nn.MaxPool2d``.
+    Plain form: :class:`fedloom.network.layers.CohortConv2d`, ``nn.ReLU``, ``nn.MaxPool2d``.
 
     Args:
         x: (batch, channels, height, width), without a gradient.

@@ -17,7 +17,7 @@ from torch import Tensor
 from fedloom import ops
 from fedloom.gpu.cohort import apply_to_cohort, is_cohort
 from fedloom.gpu.tap_summary import block_sizes
-from fedloom.types import Batch
+from fedloom.tasks.batch import Batch
 
 
 def cross_entropies(logits: Tensor, y: Tensor, ignore_index: int = -100) -> Tensor | None:

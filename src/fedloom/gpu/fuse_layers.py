@@ -12,26 +12,26 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
-from fedloom.frames import Frame, current
 from fedloom.gpu.batch_norm import can_normalise
 from fedloom.gpu.cohort import is_cohort
 from fedloom.gpu.conv_relu_pool import conv_relu_pool, conv_relu_pool_summary
 from fedloom.gpu.conv_shapes import Pair, conv_parameters, pool_window
 from fedloom.gpu.relu_pool import norm_relu_pool, relu_pool
-from fedloom.layers import CohortConv2d, MaskedBatchNorm2d
-from fedloom.swaps import ADDED
+from fedloom.network.layers import CohortConv2d, MaskedBatchNorm2d
+from fedloom.network.replace_layers import ADDED
+from fedloom.ops.forward_context import Frame, current
 
 _RELUS = (nn.ReLU, nn.ReLU6)
-_TAP_MODULE = "fedloom.network"  # its hooks read only the outputs that the frame lists
+_TAP_MODULE = "fedloom.network.functional"  # its hooks read only the outputs that the frame lists
 Layers = tuple[Any, ...]
 Names = tuple[str | None, ...]
 """Names of the layers in the model; None for layers that no fusion may contain."""
 
 
 def fuse_layers(module: nn.Module) -> None:
-    """Let the containers of a module fuse their layers. Plain form: :func:`fedloom.swaps.fuse_layers`.
+    """Let the containers of a module fuse their layers. Plain form: :func:`fedloom.network.replace_layers.fuse_layers`.
 
-    ``fedloom.swaps.restore`` removes the attributes that this function adds.
+    ``fedloom.network.replace_layers.restore`` removes the attributes that this function adds.
     """
     uses = Counter(id(child) for part in module.modules() for child in part._modules.values())
     for path, part in module.named_modules():

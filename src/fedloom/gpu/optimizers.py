@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fedloom.optim import Optimizer, OptState, Tensors
+from fedloom.spec.optimizer import Optimizer, OptState, Tensors
 
 
 def optimizer_step(
@@ -13,7 +13,7 @@ def optimizer_step(
 ) -> Tensors | None:
     """Update float32 parameters in place if the rate is a CUDA tensor.
 
-    Plain form: :func:`fedloom.optim.optimizer_step`.
+    Plain form: :func:`fedloom.spec.optimizer.optimizer_step`.
     """
     if not isinstance(lr, Tensor) or lr.dim() or not lr.is_cuda or {p.dtype for p in params} != {torch.float32}:
         return None

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from fedloom.gpu.cohort import accumulator_types, apply_to_cohort, client_count, is_cohort
 from fedloom.gpu.conv_shapes import ConvParameters, ConvShape, conv_parameters, output_size
 from fedloom.gpu.depthwise_convolution import depthwise_convolution
-from fedloom.numerics import tf32
+from fedloom.ops.precision import tf32
 
 PATCH_BYTES = 32 << 20
 """Most bytes of one client's patches; beyond that cuDNN was faster on an H200."""
@@ -38,7 +38,7 @@ SMALL_FILTERS = 4096
 
 
 def convolution(layer: nn.Conv2d, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor | None:
-    """Convolve the images of one client inside ``vmap``. Plain form: :func:`fedloom.layers.convolution`."""
+    """Convolve the images of one client inside ``vmap``. Plain form: :func:`fedloom.network.layers.convolution`."""
     parameters = conv_parameters(layer)
     if parameters is None or x.dim() != 4:
         return None

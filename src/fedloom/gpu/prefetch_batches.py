@@ -5,18 +5,12 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping, Sequence
 
-from fedloom.bound import Bound, BoundPhase
+from fedloom.clients.messages import Participant, Work
 from fedloom.clients.runner import planned
-from fedloom.engines.vectorised.rows import (
-    KEPT_BYTES,
-    RowCache,
-    WaveSchedule,
-    nbytes,
-    training_schedule,
-)
+from fedloom.engines.vectorised.rows import KEPT_BYTES, RowCache, WaveSchedule, nbytes, training_schedule
 from fedloom.gpu.batch_buffers import BatchBuffers
-from fedloom.slots import Phase, Program
-from fedloom.work import Participant, Work
+from fedloom.network.bound_method import Bound, BoundPhase
+from fedloom.spec.parts import Phase, Program
 
 
 class BatchPrefetcher:

@@ -52,7 +52,7 @@ def norm_relu_pool(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Apply batch normalisation, ReLU and max pooling to one client's maps inside ``vmap``.
 
-    Plain form: :func:`fedloom.layers.batch_norm`, ``nn.ReLU``, ``nn.MaxPool2d``.
+    Plain form: :func:`fedloom.network.layers.batch_norm`, ``nn.ReLU``, ``nn.MaxPool2d``.
 
     Args:
         x: (batch, channels, height, width).

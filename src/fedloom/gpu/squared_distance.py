@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedloom import ops
+from fedloom import torch_internals
 from fedloom.gpu.cohort import apply_to_cohort, is_cohort
 
 
@@ -26,7 +26,7 @@ def half_squared_distance(
 ) -> Tensor | None:
     """Return ``1/2 sum_l ||x_l - anchor_l||^2`` of one client inside ``vmap``, computed in a dtype.
 
-    Plain form: :func:`fedloom.objectives.terms.half_squared_distance`.
+    Plain form: :func:`fedloom.spec.terms.half_squared_distance`.
     """
     if not _is_supported(x, anchor):
         return None
@@ -37,7 +37,7 @@ def half_squared_distance(
 def difference_inner_product(x: Sequence[Tensor], plus: Sequence[Tensor], minus: Sequence[Tensor]) -> Tensor | None:
     """Return ``sum_l <plus_l - minus_l, x_l>`` of one client inside ``vmap``.
 
-    Plain form: :func:`fedloom.objectives.terms.difference_inner_product`.
+    Plain form: :func:`fedloom.spec.terms.difference_inner_product`.
     """
     if not _is_supported(x, plus, minus):
         return None
@@ -52,7 +52,7 @@ def _is_supported(x: Sequence[Tensor], *others: Sequence[Tensor]) -> bool:
         return False
     same_type = all(t.dtype == x[0].dtype and t.device == x[0].device and t.numel() for t in (*x, *fixed))
     same_shape = all([t.shape for t in tensors] == [t.shape for t in x] for tensors in others)
-    stacks = [torch._C._functorch.get_unwrapped(t) if ops.is_batched(t) else t for t in fixed]
+    stacks = [torch._C._functorch.get_unwrapped(t) if torch_internals.is_batched(t) else t for t in fixed]
     return same_type and same_shape and not any(t.requires_grad for t in stacks)
 
 

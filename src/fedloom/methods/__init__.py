@@ -1,22 +1,46 @@
 """Recipes: named methods, each a composition of parts."""
 
-from fedloom.methods.alignment import fedas
-from fedloom.methods.averaging import fedavg, fedprox, local, local_full, scaffold
-from fedloom.methods.collaboration import fedcac, fedpac
-from fedloom.methods.condensation import fedaf
-from fedloom.methods.feature_level import feddbe, fedrod, gpfl
-from fedloom.methods.fine_tuning import fedavg_ft, fedbabu, lg_fedavg
-from fedloom.methods.global_classes import balancefl, fedgau, fedir
-from fedloom.methods.global_drift import feddyn, fedntd
-from fedloom.methods.global_features import fedintr, fedproto, moon
-from fedloom.methods.layerwise import fedavg_then_local, fedlag
-from fedloom.methods.local_blending import fedala
-from fedloom.methods.meta import peravg
-from fedloom.methods.personalised import ditto, fedbn, fedper, fedrep
-from fedloom.methods.posterior import fedmap
-from fedloom.methods.server_opt import fedadam, fedavgm, fedexp, fednova, fedyogi, qfedavg
-from fedloom.methods.supervised import fedaims, fedaims_full, omniisr
-from fedloom.methods.two_models import apfl, pfedme
+from fedloom.methods.apfl import apfl
+from fedloom.methods.balancefl import balancefl
+from fedloom.methods.ditto import ditto
+from fedloom.methods.fedadam import fedadam
+from fedloom.methods.fedaf import fedaf
+from fedloom.methods.fedaims import fedaims, fedaims_full
+from fedloom.methods.fedala import fedala
+from fedloom.methods.fedas import fedas
+from fedloom.methods.fedavg import fedavg
+from fedloom.methods.fedavg_ft import fedavg_ft
+from fedloom.methods.fedavg_then_local import fedavg_then_local
+from fedloom.methods.fedavgm import fedavgm
+from fedloom.methods.fedbabu import fedbabu
+from fedloom.methods.fedbn import fedbn
+from fedloom.methods.fedcac import fedcac
+from fedloom.methods.feddbe import feddbe
+from fedloom.methods.feddyn import feddyn
+from fedloom.methods.fedexp import fedexp
+from fedloom.methods.fedgau import fedgau
+from fedloom.methods.fedintr import fedintr
+from fedloom.methods.fedir import fedir
+from fedloom.methods.fedlag import fedlag
+from fedloom.methods.fedmap import fedmap
+from fedloom.methods.fednova import fednova
+from fedloom.methods.fedntd import fedntd
+from fedloom.methods.fedpac import fedpac
+from fedloom.methods.fedper import fedper
+from fedloom.methods.fedproto import fedproto
+from fedloom.methods.fedprox import fedprox
+from fedloom.methods.fedrep import fedrep
+from fedloom.methods.fedrod import fedrod
+from fedloom.methods.fedyogi import fedyogi
+from fedloom.methods.gpfl import gpfl
+from fedloom.methods.lg_fedavg import lg_fedavg
+from fedloom.methods.local import local, local_full
+from fedloom.methods.moon import moon
+from fedloom.methods.omniisr import omniisr
+from fedloom.methods.peravg import peravg
+from fedloom.methods.pfedme import pfedme
+from fedloom.methods.qfedavg import qfedavg
+from fedloom.methods.scaffold import scaffold
 
 __all__ = [
     "apfl",

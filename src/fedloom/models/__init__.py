@@ -10,14 +10,14 @@ from typing import Any
 from torch import nn
 
 from fedloom.errors import UnknownName, UserError
-from fedloom.models.convnets import convnet3, convnet4
+from fedloom.models.convnet import convnet3, convnet4
 from fedloom.models.deeplab import deeplabv3plus_resnet18
-from fedloom.models.layers import image_extent
-from fedloom.models.perceptrons import fedmap_mlp, mlp
-from fedloom.models.plain import cnn20, femnist_cnn, office_cnn, pfllib_cnn
-from fedloom.models.resnets import resnet9, resnet18, resnet20
-from fedloom.models.seaformers import seaformer_s, seaformer_t
-from fedloom.models.topformers import topformer_b, topformer_s, topformer_t
+from fedloom.models.parts import image_extent
+from fedloom.models.perceptron import fedmap_mlp, mlp
+from fedloom.models.plain_cnn import cnn20, femnist_cnn, office_cnn, pfllib_cnn
+from fedloom.models.resnet import resnet9, resnet18, resnet20
+from fedloom.models.seaformer import seaformer_s, seaformer_t
+from fedloom.models.topformer import topformer_b, topformer_s, topformer_t
 
 __all__ = [
     "ALIASES",

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from fedloom.models.layers import ConvNorm, Norm, TappableNetwork, flag, he_normal_, positive
-from fedloom.models.resnets import BasicBlock
-from fedloom.resizing import resized
+from fedloom.models.parts import ConvNorm, Norm, TappableNetwork, flag, he_normal_, positive
+from fedloom.models.resnet import BasicBlock
+from fedloom.ops.resize import resized
 
 
 def conv3x3(inputs: int, outputs: int, norm: Norm, separable: bool, rate: int = 1) -> nn.Sequential:

@@ -5,15 +5,5 @@ from fedloom.ops.features import channel_summary, pooled
 from fedloom.ops.losses import cross_entropies
 from fedloom.ops.mapped import in_autocast_type
 from fedloom.ops.products import linear, squared_norm
-from fedloom.torch_internals import is_batched
 
-__all__ = [
-    "channel_summary",
-    "cross_entropies",
-    "in_autocast_type",
-    "is_batched",
-    "linear",
-    "operator",
-    "pooled",
-    "squared_norm",
-]
+__all__ = ["channel_summary", "cross_entropies", "in_autocast_type", "linear", "operator", "pooled", "squared_norm"]

@@ -1,14 +1,14 @@
 """Plug-ins: functions from method to method."""
 
-from fedloom.plugins.aims import aims
+from fedloom.plugins.aims.aims import aims
 from fedloom.plugins.compress import compress
 from fedloom.plugins.control_variates import control_variates
 from fedloom.plugins.freeze import freeze
 from fedloom.plugins.isr import isr
 from fedloom.plugins.lag import lag
-from fedloom.plugins.map_prior import map_prior
+from fedloom.plugins.map_prior.map_prior import map_prior
 from fedloom.plugins.personal import personal
-from fedloom.plugins.privacy import account, clip, noise
+from fedloom.plugins.privacy.privacy import account, clip, noise
 from fedloom.plugins.prototypes import prototypes
 from fedloom.plugins.proximal import proximal
 from fedloom.plugins.robust import robust

@@ -9,12 +9,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fedloom import rng, tree
+from fedloom import rng, tensors
 from fedloom.errors import UserError
-from fedloom.record import Method
-from fedloom.registry import plugin
-from fedloom.slots import Stage
-from fedloom.types import Facts, Leaves, Message, Seen
+from fedloom.spec.leaves import Facts
+from fedloom.spec.method import Method
+from fedloom.spec.parts import Stage
+from fedloom.spec.registry import plugin
+from fedloom.spec.seen import Seen
+from fedloom.tensors import Leaves, Message
 
 OWNER = "compress"
 
@@ -101,7 +103,7 @@ def compress(
 
     def fn(message: Message, memory: Leaves, seen: Seen) -> tuple[Message, Leaves]:
         delta = message.get("delta", {})
-        full = tree.add(delta, memory)
+        full = tensors.add(delta, memory)
         key = rng.fold(seen.noise, _STREAM)
         sent = {
             name: largest(v, share) if rule == "topk" else quantised(v, bits, rng.fold(key, i))
@@ -114,7 +116,7 @@ def compress(
         return sparse_bytes(entry, share) if rule == "topk" else packed_bytes(entry, bits)
 
     def zeros(facts: Facts) -> Leaves:
-        return tree.zeros_like(facts.travelling(extra=None))
+        return tensors.zeros_like(facts.travelling(extra=None))
 
     stage = Stage(
         owner=OWNER, fn=fn, memory=zeros if remember else None, wire={"delta": size}, follows=("clip", "noise")

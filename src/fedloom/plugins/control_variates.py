@@ -8,13 +8,15 @@ from functools import partial
 
 import torch
 
-from fedloom import tree
-from fedloom.objectives import inner_product
-from fedloom.record import Method
-from fedloom.reducers import mean
-from fedloom.registry import plugin
-from fedloom.slots import Prepare, Prepared, ServerStage, Stage
-from fedloom.types import Cohort, Facts, Leaves, Message, Seen
+from fedloom import tensors
+from fedloom.spec.leaves import Facts
+from fedloom.spec.method import Method
+from fedloom.spec.parts import Prepare, Prepared, ServerStage, Stage
+from fedloom.spec.reducers import mean
+from fedloom.spec.registry import plugin
+from fedloom.spec.seen import Cohort, Seen
+from fedloom.spec.terms import inner_product
+from fedloom.tensors import Leaves, Message
 
 OWNER = "control_variates"
 
@@ -32,19 +34,19 @@ def control_variates(eta_g: float = 1.0) -> Callable[[Method], Method]:
     """
 
     def zeros(facts: Facts) -> Leaves:
-        return tree.zeros_like(facts.travelling())
+        return tensors.zeros_like(facts.travelling())
 
     def renew(message: Message, memory: Leaves, seen: Seen) -> tuple[Message, Leaves]:
-        c, sub = seen.broadcast[OWNER], partial(tree.by_list, torch._foreach_sub, torch.sub)
+        c, sub = seen.broadcast[OWNER], partial(tensors.by_list, torch._foreach_sub, torch.sub)
         alike = {seen.specs[name].phases: name for name in memory}
         made = {phases: seen.steps_of(name).clamp(min=1) * seen.lr_of(name) for phases, name in alike.items()}
         gaps = sub([seen.received[name] for name in memory], [seen.final[name] for name in memory])
         steps = [made[seen.specs[name].phases] for name in memory]
         columns = [s.reshape(s.shape + (1,) * (gap.dim() - s.dim())) for s, gap in zip(steps, gaps, strict=True)]
-        drifts = tree.by_list(torch._foreach_div, torch.div, list(gaps), columns)
+        drifts = tensors.by_list(torch._foreach_div, torch.div, list(gaps), columns)
         moved = sub(list(drifts), [c[name] for name in memory])
         change = {name: seen.gated(name, value) for name, value in zip(memory, moved, strict=True)}
-        new = tree.by_list(torch._foreach_add, torch.add, list(memory.values()), list(change.values()))
+        new = tensors.by_list(torch._foreach_add, torch.add, list(memory.values()), list(change.values()))
         kept = {name: seen.gated(name, value) for name, value in zip(memory, new, strict=True)}
         return {**message, "control": change}, kept
 
@@ -53,7 +55,7 @@ def control_variates(eta_g: float = 1.0) -> Callable[[Method], Method]:
         old, change = list(memory.values()), [reduced["control"][name] for name in memory]
         moved = torch._foreach_add(old, torch._foreach_mul(change, share)) if memory else ()
         if eta_g != 1:
-            reduced = {**reduced, "delta": tree.scale(reduced["delta"], eta_g)}
+            reduced = {**reduced, "delta": tensors.scale(reduced["delta"], eta_g)}
         return reduced, dict(zip(memory, moved, strict=True))
 
     def apply(method: Method) -> Method:

@@ -12,15 +12,17 @@ import torch
 from torch import Tensor
 
 from fedloom.errors import Conflict, UserError
-from fedloom.record import Method
-from fedloom.registry import plugin
-from fedloom.slots import Extra, Phase, Term
-from fedloom.structure import Call, Structure, matches
-from fedloom.taps import points as places
-from fedloom.taps.losses import both_terms, entropy_term, information_term
+from fedloom.spec import taps as places
+from fedloom.spec.method import Method
+from fedloom.spec.parts import Extra, Phase, Term
+from fedloom.spec.registry import plugin
+from fedloom.spec.seen import Seen, TapName, summary_of
+from fedloom.spec.structure import Call, Structure, matches
+from fedloom.spec.tap_losses import both_terms, entropy_term, information_term
+from fedloom.spec.view import View
 from fedloom.tasks import TASKS
-from fedloom.types import Batch, Leaves, Seen, Summary, TapName, summary_of
-from fedloom.view import View
+from fedloom.tasks.batch import Batch
+from fedloom.tensors import Leaves, Summary
 
 OWNER = "isr"
 

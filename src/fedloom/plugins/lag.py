@@ -21,17 +21,19 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fedloom import transfer, tree
-from fedloom.aggregators import similarity
-from fedloom.aggregators.pairs import cosines, gram
+from fedloom import devices, tensors
 from fedloom.errors import Conflict, UserError
-from fedloom.record import Method
-from fedloom.reducers import mean, stack
-from fedloom.registry import plugin
-from fedloom.slots import Rule, ServerStage, Stage
-from fedloom.structure import LeafInfo, Structure
-from fedloom.types import Cohort, Facts, Leaves, Memory, Message
-from fedloom.uploads import unchanged
+from fedloom.ops import similarity
+from fedloom.ops.gram import cosines, gram
+from fedloom.spec.leaves import Facts
+from fedloom.spec.method import Method
+from fedloom.spec.parts import Rule, ServerStage, Stage
+from fedloom.spec.reducers import mean, stack
+from fedloom.spec.registry import plugin
+from fedloom.spec.seen import Cohort
+from fedloom.spec.structure import LeafInfo, Structure
+from fedloom.spec.uploads import unchanged
+from fedloom.tensors import Leaves, Memory, Message
 
 OWNER = "lag"
 THETA = "value:"
@@ -127,7 +129,7 @@ class _Lag:
         if self.k:
             candidates = self.choose(dict.fromkeys(layers, 0.0)) if self.select != "conflict" else layers
             stored = [leaf for layer in candidates for leaf in layers[layer]]
-            theta, shift = self.average(h, memory, cohort, stored, tree.zero_names(gates))
+            theta, shift = self.average(h, memory, cohort, stored, tensors.zero_names(gates))
             memory = memory | theta
             reduced = {**reduced, "personal": shift} if shift else reduced
         GC = self.divergence(layers, h)
@@ -207,7 +209,7 @@ class _Lag:
         columns = {leaf: slice(end - size, end) for leaf, size, end in zip(stored, sizes, ends, strict=True)}
         w = torch.cat([cohort.leaves[leaf].reshape(-1) for leaf in stored])
         n = cohort.rows if self.weights == "samples" else [1] * len(cohort)
-        n_u = transfer.to_device_async(torch.tensor(n, dtype=w.dtype), w.device)[:, None]
+        n_u = devices.to_device_async(torch.tensor(n, dtype=w.dtype), w.device)[:, None]
         theta, total = dict[str, Tensor](), torch.zeros_like(w)
         count = max(1, similarity.CHUNK // len(w))  # users whose vectors are in memory together
         for first in range(0, len(cohort), count):
@@ -222,7 +224,7 @@ class _Lag:
                     theta_u[:, at] = start_u[:, at] + h_u[:, at]
                 # Add up differences, not models: a sum of large values in float32 loses small differences.
                 total += ((theta_u - w) * n_u[part]).sum(0)
-            theta |= dict(zip([f"{THETA}{u}" for u in users], tree.copies(theta_u.unbind()), strict=True))
+            theta |= dict(zip([f"{THETA}{u}" for u in users], tensors.copies(theta_u.unbind()), strict=True))
         means = zip(stored, (total / sum(n)).split(sizes), strict=True)
         return theta, {leaf: mean.view_as(cohort.leaves[leaf]) for leaf, mean in means if leaf in L_p}
 
@@ -257,7 +259,7 @@ class _Lag:
     def report(self, memory: Leaves) -> dict[str, Any]:
         """Return the score of each layer in this round, and the leaves that are personal in the next one."""
         scores = {layer: value.item() for layer, value in _entries(memory, "score:").items()}
-        return {"score": scores, "personal": tree.zero_names(_entries(memory, "gate:"))}
+        return {"score": scores, "personal": tensors.zero_names(_entries(memory, "gate:"))}
 
 
 # Definition 4.1, and its alternative.

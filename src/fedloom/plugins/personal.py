@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from fedloom.errors import UserError
-from fedloom.record import Method
-from fedloom.registry import plugin
-from fedloom.slots import Rule
+from fedloom.spec.method import Method
+from fedloom.spec.parts import Rule
+from fedloom.spec.registry import plugin
 
 
 @plugin()

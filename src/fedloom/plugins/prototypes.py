@@ -1,4 +1,4 @@
-"""FedProto's use of class prototypes; the parts are in :mod:`fedloom.uploads.prototypes`."""
+"""FedProto's use of class prototypes; the parts are in :mod:`fedloom.spec.prototypes`."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from torch import Tensor
 
 from fedloom.errors import UserError
 from fedloom.ops import pooled
-from fedloom.record import Method
-from fedloom.registry import plugin
-from fedloom.slots import Term
-from fedloom.types import Batch, Seen
-from fedloom.uploads.prototypes import OWNER, class_sweep, feature_width, pull, with_prototypes
-from fedloom.view import View
+from fedloom.spec.method import Method
+from fedloom.spec.parts import Term
+from fedloom.spec.prototypes import OWNER, class_sweep, feature_width, pull, with_prototypes
+from fedloom.spec.registry import plugin
+from fedloom.spec.seen import Seen
+from fedloom.spec.view import View
+from fedloom.tasks.batch import Batch
 
 __all__ = ["OWNER", "class_sweep", "feature_width", "pooled", "prototypes", "pull", "with_prototypes"]
 

@@ -6,12 +6,13 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from fedloom.objectives import quadratic
-from fedloom.record import Method
-from fedloom.registry import plugin
-from fedloom.slots import Term
-from fedloom.types import Batch, Seen
-from fedloom.view import View
+from fedloom.spec.method import Method
+from fedloom.spec.parts import Term
+from fedloom.spec.registry import plugin
+from fedloom.spec.seen import Seen
+from fedloom.spec.terms import quadratic
+from fedloom.spec.view import View
+from fedloom.tasks.batch import Batch
 
 
 @plugin("mu >= 0", paper="Li et al., Federated Optimization in Heterogeneous Networks, MLSys 2020, eq. 2")

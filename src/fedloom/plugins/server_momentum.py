@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from fedloom.aggregators.steps import server_step
-from fedloom.record import Method
-from fedloom.registry import plugin
-from fedloom.types import Leaves
+from fedloom.spec.method import Method
+from fedloom.spec.registry import plugin
+from fedloom.spec.server_optimizer import server_step
+from fedloom.tensors import Leaves
 
 OWNER = "server_momentum"
 

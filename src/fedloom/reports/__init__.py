@@ -1,6 +1,6 @@
 """Reports: what runs look like, as one HTML page and as pictures of dense prediction."""
 
-from fedloom.reports.making import report
-from fedloom.reports.pictures import pictures
+from fedloom.reports.make_report import report
+from fedloom.reports.segmentation_pictures import pictures
 
 __all__ = ["pictures", "report"]

@@ -1,6 +1,1 @@
-"""What a run leaves on disk: its folder, its checkpoints, its models."""
-
-from fedloom.store.folder import RunFolder
-from fedloom.store.loading import load_run
-
-__all__ = ["RunFolder", "load_run"]
+"""Files: atomic writes, nested tensors, client states, checkpoints. It knows no run."""

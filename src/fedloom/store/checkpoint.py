@@ -18,13 +18,12 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
+from fedloom.clients.states import ClientState, ServerState
 from fedloom.errors import UserError
-from fedloom.server import ServerState
-from fedloom.store import disk
-from fedloom.store.clients import ClientStore
-from fedloom.store.packing import pack, read, unpack
-from fedloom.values import FORMAT, check_format
-from fedloom.work import ClientState
+from fedloom.store import atomic
+from fedloom.store.client_store import ClientStore
+from fedloom.store.codec import pack, read, unpack
+from fedloom.store.format_number import FORMAT, check_format
 
 KEPT = 2
 
@@ -57,18 +56,18 @@ class Checkpoints:
 
     def save(self, snapshot: Snapshot, metrics_bytes: int) -> None:
         """Writes a checkpoint and commits it by naming it in ``LATEST``."""
-        with disk.writing(self.folder):
+        with atomic.writing(self.folder):
             self.folder.mkdir(exist_ok=True)
         number = f"{snapshot.server.round if snapshot.number is None else snapshot.number:06d}"
         if snapshot.clients is not self.store:
             self.store.take(snapshot.clients)
         self.store.mark()
         files = self.store.flush()
-        temporary = disk.fresh(self.folder / f".round-{number}.tmp")
+        temporary = atomic.fresh(self.folder / f".round-{number}.tmp")
         try:
             self._commit(snapshot, metrics_bytes, files, temporary, number)
         except UserError:
-            disk.remove(temporary)
+            atomic.remove(temporary)
             raise
         self._clean(set(files))
 
@@ -81,23 +80,23 @@ class Checkpoints:
         state = {
             "format": FORMAT,
             "round": snapshot.server.round,
-            "server": disk.write(temporary / "server.safetensors", pack(tree, device)),
+            "server": atomic.write(temporary / "server.safetensors", pack(tree, device)),
             "metrics_bytes": metrics_bytes,
             "facts": snapshot.facts,
             "files": files,
             "gone": sorted(self.store.gone),
         }
         if snapshot.best is not None:
-            state["best"] = disk.write(temporary / "best.safetensors", pack(snapshot.best(), device))
-        digest = disk.write(temporary / "state.json", json.dumps(state).encode())
-        disk.swap(temporary, self.folder / f"round-{number}")
-        disk.write(self.folder / "LATEST", f"round-{number} {digest}\n".encode())
+            state["best"] = atomic.write(temporary / "best.safetensors", pack(snapshot.best(), device))
+        digest = atomic.write(temporary / "state.json", json.dumps(state).encode())
+        atomic.swap(temporary, self.folder / f"round-{number}")
+        atomic.write(self.folder / "LATEST", f"round-{number} {digest}\n".encode())
 
     def _clean(self, needed: set[str]) -> None:
         """Removes what the last two checkpoints do not need."""
         rounds = sorted(self.folder.glob("round-*"), key=lambda p: int(p.name[6:]))
         for path in rounds[:-KEPT]:
-            disk.remove(path)
+            atomic.remove(path)
         for path in rounds[-KEPT:]:
             needed |= set(json.loads(read(path / "state.json"))["files"])
         self.store.clean(needed)
@@ -128,7 +127,7 @@ class Checkpoints:
             raise self._damaged(place) from None
         for path in self.folder.glob("round-*"):
             if int(path.name[6:]) > int(name[6:]):
-                disk.remove(path)
+                atomic.remove(path)
         server = ServerState(tree["leaves"], tree["memory"], state["round"])
         return Snapshot(server, self.store, state["facts"], lambda: best), state["metrics_bytes"]
 

@@ -17,9 +17,9 @@ import torch
 from safetensors.torch import save as save_tensors
 from torch import Tensor
 
+from fedloom.clients.states import ClientState
 from fedloom.errors import UserError
-from fedloom.store.packing import outline, state_tree, tree
-from fedloom.work import ClientState
+from fedloom.store.codec import outline, state_tree, tree
 
 TABLE = "segment"
 

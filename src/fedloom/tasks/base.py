@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from fedloom.types import Batch, Leaves
+from fedloom.tasks.batch import Batch
+from fedloom.tensors import Leaves
 
 Metrics = dict[str, float | None]
 

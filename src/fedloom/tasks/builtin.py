@@ -12,7 +12,8 @@ from torch import Tensor
 from fedloom.errors import UnknownName, UserError
 from fedloom.ops import cross_entropies, operator
 from fedloom.tasks.base import Metrics, Task
-from fedloom.types import Batch, Leaves
+from fedloom.tasks.batch import Batch
+from fedloom.tensors import Leaves
 
 IGNORE = 255
 

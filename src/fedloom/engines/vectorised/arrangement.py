@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedloom.batches import Steps
 from fedloom.clients.arrangement import BatchSchedule, Shapes
+from fedloom.clients.batches import Steps
 from fedloom.data import Rows
 from fedloom.engines.vectorised import attention
 from fedloom.engines.vectorised.rows import RowCache, sweep_schedule, training_schedule
-from fedloom.network import Network
-from fedloom.types import Leaves
+from fedloom.network.functional import Network
+from fedloom.tensors import Leaves
 
 
 def over_clients(fn: Callable[..., Any]) -> Callable[..., Any]:

@@ -21,9 +21,9 @@ from fedloom.clients.inputs import ClientInputs
 from fedloom.clients.step import OptimizerGroup, PhaseStart, Step, StepState
 from fedloom.engines.vectorised.rows import WaveSchedule
 from fedloom.engines.vectorised.traced import Traces, constants, recording, tidy
-from fedloom.optim import OptState
+from fedloom.spec.optimizer import OptState
+from fedloom.tasks.batch import Batch
 from fedloom.torch_internals import compile_graph, pytree, trace_graph
-from fedloom.types import Batch
 
 RETRIES, PROGRAMS = 2, 4
 """Most compilations of one shape and of one phase: a term may read the round, and every round may

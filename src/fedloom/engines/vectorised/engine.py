@@ -9,10 +9,10 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-from fedloom import transfer
-from fedloom.bound import Bound
+from fedloom import devices
 from fedloom.clients.arrangement import BatchSchedule
 from fedloom.clients.inputs import ClientInputs
+from fedloom.clients.messages import Participant, Post, Reply, Work
 from fedloom.clients.runner import ClientRunner
 from fedloom.clients.step import EagerRunner, PhaseStart, ScheduleOf, StartSteps, Step, StepRunner, start_eager
 from fedloom.clients.sweep import Accumulate, add_up
@@ -25,8 +25,8 @@ from fedloom.engines.vectorised.first_round import FirstRound, Reached
 from fedloom.engines.vectorised.rows import SWEEP_GRAIN, RowCache
 from fedloom.engines.vectorised.traced import TRACE_STEPS, TracedGradients, Traces
 from fedloom.errors import FedloomError, RunError, UserError
-from fedloom.slots import Program
-from fedloom.work import Participant, Post, Reply, Work
+from fedloom.network.bound_method import Bound
+from fedloom.spec.parts import Program
 
 StepKind = Literal["auto", "mapped", "traced", "compiled", "graphed"]
 
@@ -128,7 +128,7 @@ class VectorisedEngine(Engine):
     def _waves(
         self, bound: Bound, work: Work, people: Sequence[Participant], device: torch.device
     ) -> list[list[Participant]]:
-        return waves.cut(bound, people, self.wave or self._most(bound, work, people, transfer.device_kind(device)))
+        return waves.cut(bound, people, self.wave or self._most(bound, work, people, devices.device_kind(device)))
 
     def _most(self, bound: Bound, work: Work, people: Sequence[Participant], device: str) -> int:
         rows = max([len(p.site.train) for p in people])
@@ -148,7 +148,7 @@ class VectorisedEngine(Engine):
 
         With ``step="auto"`` they are captured on CUDA, if the GPU package is there.
         """
-        automatic = self.step == "auto" and transfer.is_gpu(device)
+        automatic = self.step == "auto" and devices.is_gpu(device)
         automatic = automatic and importlib.util.find_spec("fedloom.gpu") is not None
         if self.captured is None and (self.step == "graphed" or automatic):
             self.captured = load("gpu.captured_steps").CapturedSteps(self.rows)
@@ -233,4 +233,4 @@ class VectorisedEngine(Engine):
         if self.captured is not None:
             self.captured.clear()
         gc.collect()  # graphs and what they were made by refer to each other
-        transfer.free_cached_memory()
+        devices.free_cached_memory()

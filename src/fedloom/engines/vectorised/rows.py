@@ -15,13 +15,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedloom import batches
-from fedloom.batches import SWEEP_BATCH, Steps
+from fedloom.clients import batches
 from fedloom.clients.arrangement import Shapes, Slot
+from fedloom.clients.batches import SWEEP_BATCH, Steps
 from fedloom.data import Rows
+from fedloom.devices import to_device_async
+from fedloom.tasks.batch import Batch
+from fedloom.tensors import Inputs
 from fedloom.torch_internals import pytree
-from fedloom.transfer import to_device_async
-from fedloom.types import Batch, Inputs
 
 KEPT_BYTES = 1 << 30
 """Bytes of joined rows that are cached for the next round."""

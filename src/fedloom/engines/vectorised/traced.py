@@ -19,9 +19,11 @@ from torch import Tensor, fx
 from fedloom.clients.arrangement import BatchSchedule
 from fedloom.clients.inputs import ClientInputs
 from fedloom.clients.step import Step
-from fedloom.engines.vectorised.algebra import simplify
+from fedloom.engines.vectorised.graph_rewrites import simplify
+from fedloom.spec.seen import Seen
+from fedloom.tasks.batch import Batch
+from fedloom.tensors import Leaves, Memory
 from fedloom.torch_internals import UNSAFE_VIEW, is_write, pytree, trace_graph
-from fedloom.types import Batch, Leaves, Memory, Seen
 
 TRACE_STEPS = 200
 """Steps of one shape in a run from which on a trace saves time."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 
-from fedloom.bound import Bound
-from fedloom.work import Participant, Work
+from fedloom.clients.messages import Participant, Work
+from fedloom.network.bound_method import Bound
 
 BUDGET = {"cpu": 2 << 30, "cuda": 32 << 30}
 """Bytes that a wave may use, by type of device."""

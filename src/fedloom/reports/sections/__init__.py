@@ -2,14 +2,14 @@
 
 from collections.abc import Callable
 
-from fedloom.reports.book import Book
 from fedloom.reports.html import Section
+from fedloom.reports.report_data import Book
 from fedloom.reports.sections.clients import client_curves, client_table, distribution
 from fedloom.reports.sections.cost import cost, gap
-from fedloom.reports.sections.inside import conflict, hybrid, others, parts, prototypes
-from fedloom.reports.sections.outset import partition, projection
+from fedloom.reports.sections.data import partition, projection
+from fedloom.reports.sections.diagnostics import conflict, hybrid, others, parts, prototypes
 from fedloom.reports.sections.overview import headline, learning
-from fedloom.reports.sections.repeat import how, pictures, tables
+from fedloom.reports.sections.reproduce import how, pictures, tables
 
 SECTIONS: tuple[Callable[[Book], Section | None], ...] = (
     headline,

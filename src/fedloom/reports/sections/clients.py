@@ -8,8 +8,8 @@ from html import escape
 from typing import Any
 
 from fedloom.reports import charts
-from fedloom.reports.book import Book, Series
 from fedloom.reports.html import Section, figure, grid, table
+from fedloom.reports.report_data import Book, Series
 from fedloom.reports.sections.overview import worded
 from fedloom.reports.svg import Axis, Drawing, fixed, number, spanned
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from html import escape
 
 from fedloom.reports import charts
-from fedloom.reports.book import Book, Series
 from fedloom.reports.html import Section, figure, grid, table
+from fedloom.reports.report_data import Book, Series
 from fedloom.reports.scatter import Dot, scatter
 from fedloom.reports.sections.overview import worded
 from fedloom.reports.svg import Drawing, number, scaled, size

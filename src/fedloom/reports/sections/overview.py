@@ -9,9 +9,9 @@ from html import escape
 
 from fedloom.comparison.statistics import interval
 from fedloom.reports import charts
-from fedloom.reports.book import Book, Series
 from fedloom.reports.html import Section, figure, grid, swatch, table
-from fedloom.reports.reading import RunData
+from fedloom.reports.read_runs import RunData
+from fedloom.reports.report_data import Book, Series
 from fedloom.reports.svg import fixed, number, scaled, size
 
 WORDS = {

@@ -1,0 +1,1 @@
+"""Readers of users' data: folders, tables, masks, arrays, torch datasets."""

@@ -1,8 +1,0 @@
-"""Real sites: an experiment that a consortium agrees on, the data of a site, and the processes of both sides.
-
-Needs the extra ``flower`` (``pip install "fedloom[flower]"``).
-"""
-
-from fedloom.deploy.plan import Experiment
-
-__all__ = ["Experiment"]

@@ -1,0 +1,1 @@
+"""The user's module as a function of its leaves."""

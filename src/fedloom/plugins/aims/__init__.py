@@ -1,0 +1,1 @@
+"""FedAIMS's plug-in."""

@@ -1,0 +1,1 @@
+"""FedMAP's plug-in and its priors."""

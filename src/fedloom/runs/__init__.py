@@ -1,0 +1,1 @@
+"""Runs: options, construction, run folder, result."""
