@@ -106,7 +106,7 @@ def test_a_failed_round_leaves_the_state_before_it(tmp_path: Path, monkeypatch: 
     """The checkpoint after an error is that of the last good round, whatever clients had sent by then."""
     from fedloom.rounds.run import Run
 
-    worked = Run._own_work
+    worked = Run._run_server_program
 
     def fail(self: Run, bound: Any, round: int) -> None:
         worked(self, bound, round)
@@ -116,7 +116,7 @@ def test_a_failed_round_leaves_the_state_before_it(tmp_path: Path, monkeypatch: 
     options: dict[str, Any] = {"method": "fedper", "model": bn_mlp(), "data": federation(), "rounds": 4, "cohort": 2}
     fl.fit(**options, out=tmp_path / "whole", progress=False)
     with monkeypatch.context() as patch:
-        patch.setattr(Run, "_own_work", fail)
+        patch.setattr(Run, "_run_server_program", fail)
         with pytest.raises(RunError, match="enough"):
             fl.fit(**options, out=tmp_path / "cut", progress=False)
     fl.fit(**options, out=tmp_path / "cut", resume=True, progress=False)
