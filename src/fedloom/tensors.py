@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import chain, islice
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,11 +24,71 @@ Memory = dict[str, dict[str, Tensor]]
 Message = dict[str, Leaves]
 """What leaves a client: named entries, each a dictionary of tensors."""
 
+Structure = tuple[type, Any, tuple[Any, ...]] | None
+"""The structure of a nested value without its tensors; it can be hashed."""
+
 Summary = tuple[Tensor, Tensor]
 """Of a feature, per row, means over positions: of its channels, and of ``sum_c p_c log p_c``, p the softmax over them."""
 
 
 T = TypeVar("T")
+
+
+def flatten(value: Any) -> list[Tensor]:
+    """Return the tensors of nested dictionaries, lists and tuples, in order.
+
+    Example:
+        >>> flatten({"a": [torch.tensor(1)], "b": (torch.tensor(2), {})})
+        [tensor(1), tensor(2)]
+    """
+    flat: list[Tensor] = []
+    _add_tensors(value, flat)
+    return flat
+
+
+def _add_tensors(value: Any, flat: list[Tensor]) -> None:
+    if isinstance(value, Tensor):
+        flat.append(value)
+        return
+    for part in value.values() if isinstance(value, dict) else value:
+        _add_tensors(part, flat)
+
+
+def structure_of(value: Any) -> Structure:
+    """Return the keys and lengths of nested dictionaries, lists and tuples; None for a tensor."""
+    if isinstance(value, Tensor):
+        return None
+    kind = type(value)
+    if kind is dict:
+        return kind, tuple(value), tuple([structure_of(v) for v in value.values()])
+    return kind, len(value), tuple([structure_of(v) for v in value])
+
+
+def unflatten(structure: Structure, flat: Iterable[Tensor]) -> Any:
+    """Nest tensors again: the inverse of :func:`flatten` and :func:`structure_of`."""
+    return _nest(structure, iter(flat))
+
+
+def _nest(structure: Structure, flat: Iterator[Tensor]) -> Any:
+    if structure is None:
+        return next(flat)
+    kind, keys, parts = structure
+    values = [_nest(part, flat) for part in parts]
+    return dict(zip(keys, values, strict=True)) if kind is dict else kind(values)
+
+
+def map_nested(fn: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """Apply a function to each tensor of nested dictionaries, lists and tuples.
+
+    Example:
+        >>> map_nested(torch.neg, {"a": [torch.tensor(1)], "b": (torch.tensor(2),)})
+        {'a': [tensor(-1)], 'b': (tensor(-2),)}
+    """
+    if isinstance(value, Tensor):
+        return fn(value)
+    if isinstance(value, dict):
+        return {k: map_nested(fn, v) for k, v in value.items()}
+    return type(value)([map_nested(fn, v) for v in value])
 
 
 def sub(a: Leaves, b: Leaves) -> Leaves:

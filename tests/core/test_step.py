@@ -26,7 +26,7 @@ from fedloom.rounds import server
 from fedloom.rounds.run import Run
 from fedloom.spec.optimizer import OptState
 from fedloom.spec.parts import Phase, Receive, Schedule, Send, Term
-from fedloom.torch_internals import pytree
+from fedloom.tensors import flatten, map_nested, structure_of, unflatten
 from tests.helpers import bn_mlp, dropout_mlp, everything, federation, fit, gap, mlp, run_of
 
 SIZES = (14, 9, 5)
@@ -87,7 +87,7 @@ def random_start(client: ClientRunner, phase: BoundPhase) -> PhaseStart:
 
 def of_client(start: PhaseStart, i: int) -> PhaseStart:
     """One client's part of the beginning of a phase."""
-    leaves, carry, total = pytree.tree_map(lambda value: value[i].clone(), (start.leaves, start.carry, start.total))
+    leaves, carry, total = map_nested(lambda value: value[i].clone(), (start.leaves, start.carry, start.total))
     moments = [OptState({"m": [m[i].clone() for m in state.slots["m"]]}, state.step) for state in start.moments or ()]
     return PhaseStart(leaves, carry, total, moments, 1)
 
@@ -248,7 +248,9 @@ class ClientsOfRuns(ClientRunner):
             rng.key_of(run.work.seed, "noise", p.site.id, posts[0].round) for run, p in zip(runs, people, strict=True)
         ]
         lr = torch.tensor(rates, dtype=torch.float64)
-        own = self.inputs.own | pytree.tree_map(lambda *values: torch.stack(values), *common)
+        own = self.inputs.own | unflatten(
+            structure_of(common[0]), [torch.stack(values) for values in zip(*map(flatten, common), strict=True)]
+        )
         own |= {"noise": torch.tensor(keys), "lr": lr, "rates": dict.fromkeys(self.bound.phases, lr)}
         facts = {k: v for k, v in self.inputs.facts.items() if k not in ("lr", "rates")}
         self.inputs = replace(self.inputs, own=own, common={"gate": {}}, facts=facts)

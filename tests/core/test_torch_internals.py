@@ -34,10 +34,23 @@ def test_axis_of_a_vmap_can_be_added() -> None:
     def fn(x: Tensor) -> Tensor:
         level = internals.innermost_vmap()
         assert (level.randomness(), level.batch_size()) == ("different", 2)
-        return x + internals.add_batch_axis(torch.tensor([[1.0], [2.0]]), level)
+        return x + internals.add_batch_axis(torch.tensor([[1.0], [2.0]]), level.level())
 
     result = torch.vmap(fn, randomness="different")(torch.zeros(2, 1))
     assert torch.equal(result, torch.tensor([[1.0], [2.0]]))
+
+
+def test_the_parts_of_vmap_make_a_vmap() -> None:
+    """Results that depend on no argument are expanded, and noise differs, as in ``torch.vmap``."""
+    x = torch.arange(3.0)
+    with internals.vmap_level(3) as level:
+        row = internals.add_batch_axis(x, level)
+        results = [row * 2, torch.ones(()), torch.rand(())]
+        doubled, ones, noise = [internals.remove_batch_axis(r, level, 3) for r in results]
+    assert torch.equal(doubled, 2 * x)
+    assert torch.equal(ones, torch.ones(3))
+    assert len(set(noise.tolist())) == 3
+    assert not internals.is_wrapped(doubled)
 
 
 def test_rules_are_skipped_inside_the_context() -> None:
@@ -142,13 +155,3 @@ def test_recurrent_layers_read_their_weights_when_they_run() -> None:
     internals.reset_flat_weights(layer)
     assert not torch.equal(layer(x)[0], before)
     assert len(layer._flat_weights) == 4
-
-
-def test_pytree() -> None:
-    """Nested values are flattened in order and put together again."""
-    value = {"a": (torch.ones(1), [torch.zeros(1)]), "b": torch.ones(2)}
-    flat, spec = internals.pytree.tree_flatten(value)
-    assert [t.numel() for t in flat] == [1, 1, 2]
-    assert internals.pytree.tree_structure(internals.pytree.tree_unflatten(flat, spec)) == spec
-    doubled = internals.pytree.tree_map(lambda t: t * 2, value)
-    assert [t.sum().item() for t in internals.pytree.tree_leaves(doubled)] == [2, 0, 4]

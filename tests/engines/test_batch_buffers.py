@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 import fedloom as fl
 from fedloom.data import Rows
@@ -18,6 +17,7 @@ from fedloom.engines.vectorised.rows import JoinedRows, WaveSchedule, sweep_sche
 from fedloom.gpu import batch_buffers
 from fedloom.gpu.batch_buffers import BatchBuffer, BatchBuffers, evict_graphs
 from fedloom.gpu.captured_steps import CapturedSteps, StepBuffers
+from fedloom.tensors import flatten, structure_of
 from tests.helpers import bn_mlp, dropout_mlp, everything, federation, fit, gap
 
 
@@ -48,10 +48,11 @@ def check(buffer: BatchBuffer, schedule: WaveSchedule, steps: list[int]) -> None
         slot = schedule.slots[step]
         buffer.load(schedule, step)
         packed, active = buffer.batch(slot)
-        mine, other = (pytree.tree_flatten(p) for p in (packed, schedule.batch(slot).packed()))
-        assert mine[1] == other[1]
-        assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(mine[0], other[0], strict=True))
-        assert all(a.is_contiguous() for a in mine[0])
+        expected = schedule.batch(slot).packed()
+        assert structure_of(packed) == structure_of(expected)
+        pairs = zip(flatten(packed), flatten(expected), strict=True)
+        assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in pairs)
+        assert all(a.is_contiguous() for a in flatten(packed))
         assert (active is None) == (slot.active is None)
         assert active is None or slot.active is None or torch.equal(active, slot.active)
 

@@ -34,7 +34,7 @@ def test_weights_on_the_device_with_a_bad_sum_are_an_error(weight: float, monkey
     """If leaves are not finite, the host reads the weights again, so that the error names the cause."""
     monkeypatch.setattr(reducers, "on_host", lambda value: False)
     monkeypatch.setattr(reducers, "_as_vector", lambda values: values[0].new_full((len(values),), weight).double())
-    monkeypatch.setattr(reducers.transfer, "read_scalars", lambda values: [weight] * len(values))
+    monkeypatch.setattr(reducers.devices, "read_scalars", lambda values: [weight] * len(values))
     with pytest.raises(fl.RunError, match="the weights of the round add up to"):
         fit("fednova", bn_mlp(), DATA, engine=engine(), **OPTIONS)
 

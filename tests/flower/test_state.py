@@ -70,7 +70,7 @@ def test_missing_and_damaged_files_are_refused_with_a_code(tmp_path: Path, conte
 def test_state_of_another_format_is_refused_in_one_line(tmp_path: Path, number: dict[str, int]) -> None:
     store = SiteStore(tmp_path)
     store.save("trial", "fedavg", 1, state(1), None)
-    next(tmp_path.rglob("round-*")).write_bytes(pack({**number, **state_tree(state(1))}))
+    next(tmp_path.rglob("round-*")).write_bytes(pack({**number, **state_tree(state(1))}, torch.device("cpu")))
     with pytest.raises(Refusal) as refusal:
         store.load("trial", "fedavg", 1)
     assert refusal.value.code == Code.STATE

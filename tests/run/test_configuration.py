@@ -183,3 +183,8 @@ def test_options_objects_are_accepted_as_they_are() -> None:
         progress=False,
     )
     assert len(result.history) == 1
+
+
+def test_the_head_of_a_named_model_is_a_pattern() -> None:
+    with pytest.raises(fl.UserError, match=r"model\.head=False: expected text"):
+        fl.fit("fedavg", {"name": "mlp", "head": False}, {"name": "digits", "clients": 2}, rounds=1, progress=False)

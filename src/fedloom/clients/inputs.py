@@ -15,8 +15,7 @@ from fedloom.clients.messages import Participant, Post, Work
 from fedloom.devices import to_device_async
 from fedloom.network.bound_method import Bound
 from fedloom.spec.seen import Seen
-from fedloom.tensors import Leaves
-from fedloom.torch_internals import pytree
+from fedloom.tensors import Leaves, map_nested
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +47,7 @@ class ClientInputs:
 
     def front(self, clients: int) -> ClientInputs:
         """Return the inputs of the first clients of a wave, as views."""
-        return replace(self, own=pytree.tree_map(lambda value: value[:clients], self.own))
+        return replace(self, own=map_nested(lambda value: value[:clients], self.own))
 
 
 def client_inputs(

@@ -11,7 +11,7 @@ from fedloom import devices
 from fedloom.clients.messages import Site
 from fedloom.data import ClientData
 from fedloom.data.rows import Rows
-from fedloom.torch_internals import pytree
+from fedloom.tensors import flatten
 
 EAGER = 1000
 """Largest number of clients whose sites are created before round one."""
@@ -84,4 +84,4 @@ class Judges(Mapping[str, tuple[Site, str]]):
 
 def _size_in_bytes(site: Site) -> int:
     parts: list[Rows] = [p for p in (site.train, site.test, site.val) if p is not None]
-    return sum(t.numel() * t.element_size() for p in parts for t in [*pytree.tree_leaves(p.x), p.y])
+    return sum(t.numel() * t.element_size() for p in parts for t in flatten((p.x, p.y)))

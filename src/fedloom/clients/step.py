@@ -30,8 +30,7 @@ from fedloom.spec.optimizer import Optimizer, OptState, along_clients
 from fedloom.spec.seen import Seen
 from fedloom.spec.view import View
 from fedloom.tasks.batch import Batch
-from fedloom.tensors import Leaves, Memory
-from fedloom.torch_internals import pytree
+from fedloom.tensors import Leaves, Memory, flatten, map_nested
 
 Gradients = Callable[..., tuple[Tensor, list[Tensor | None] | None, Memory]]
 """``(leaves, inputs, batch, carry, number) -> (losses, gradients, carry)``: :meth:`Step.gradients`, or a trace of it."""
@@ -137,7 +136,7 @@ class Step:
             losses, grads, carry = (gradients or self.gradients)(state.leaves, inputs, batch, state.carry, number)
             # Not masked by `active`: a client that does not move reads its carried values no more.
             if carry:
-                tensors.overwrite(pytree.tree_leaves(state.carry), pytree.tree_leaves(carry))
+                tensors.overwrite(flatten(state.carry), flatten(carry))
             if grads is not None:
                 self.optimize(state, inputs, grads, active)
             if phase.project is not None:
@@ -268,15 +267,13 @@ class StepState:
             return value[:clients]
 
         groups = self.groups and [
-            replace(
-                g, rate=_front(g.rate, clients), state=OptState(pytree.tree_map(first, g.state.slots), g.state.step)
-            )
+            replace(g, rate=_front(g.rate, clients), state=OptState(map_nested(first, g.state.slots), g.state.step))
             for g in self.groups
         ]
         return replace(
             self,
             leaves={n: first(v) for n, v in self.leaves.items()},
-            carry=pytree.tree_map(first, self.carry),
+            carry=map_nested(first, self.carry),
             total=first(self.total),
             groups=groups,
             clients=clients,

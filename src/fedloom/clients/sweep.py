@@ -19,8 +19,7 @@ from fedloom.spec.parts import Judge, Sweep
 from fedloom.spec.seen import Seen
 from fedloom.spec.view import View
 from fedloom.tasks.batch import Batch
-from fedloom.tensors import Leaves
-from fedloom.torch_internals import pytree
+from fedloom.tensors import Leaves, flatten
 
 Value = Callable[[Leaves, Seen, Batch], Leaves]
 
@@ -136,6 +135,5 @@ def sweep_size(work: Work, step: Sweep | Judge, rows: Rows) -> int | str:
     """Return the number of rows of a batch of a sweep."""
     size = step.batch_size if isinstance(step, Sweep) else None
     if size is None:
-        parts = [rows.x] if isinstance(rows.x, Tensor) else pytree.tree_leaves(rows.x)
-        return sweep_rows(sum(t.shape[1:].numel() for t in parts))
+        return sweep_rows(sum(t.shape[1:].numel() for t in flatten(rows.x)))
     return work.batch_size if size == "run" else size

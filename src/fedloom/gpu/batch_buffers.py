@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fedloom.clients.arrangement import Slot
 from fedloom.engines.vectorised.rows import WaveSchedule
-from fedloom.torch_internals import pytree
+from fedloom.tensors import flatten, map_nested
 
 BUFFER_BYTES = 1 << 25
 """Most bytes of batches in a buffer that holds more than one step."""
@@ -38,7 +38,7 @@ class BatchBuffer:
     """
 
     def __init__(self, schedule: WaveSchedule) -> None:
-        rows = [*pytree.tree_leaves(schedule.rows.x), schedule.rows.y]
+        rows = flatten((schedule.rows.x, schedule.rows.y))
         size = sum(t[:1].nbytes for t in rows) * schedule.index[:1].numel()
         self.steps = max(1, min(BUFFER_STEPS, BUFFER_BYTES // max(1, size)))
         shape = (self.steps, *schedule.index.shape[1:])
@@ -46,7 +46,7 @@ class BatchBuffer:
         def empty(rows: Tensor) -> Tensor:
             return rows.new_empty(*shape, *rows.shape[1:])
 
-        self.x, self.y = pytree.tree_map(empty, schedule.rows.x), empty(schedule.rows.y)
+        self.x, self.y = map_nested(empty, schedule.rows.x), empty(schedule.rows.y)
         self.masks: Tensor | None = None
         self.live: Tensor | None = None
         self.index = torch.zeros(1, dtype=torch.int64, device=schedule.rows.y.device)
@@ -68,8 +68,8 @@ class BatchBuffer:
         self.content = None  # in case a copy fails
         index = schedule.index[first : first + self.steps]
         count, flat = len(index), index.reshape(-1)
-        targets = [*pytree.tree_leaves(self.x), self.y]
-        sources = [*pytree.tree_leaves(schedule.rows.x), schedule.rows.y]
+        targets = flatten((self.x, self.y))
+        sources = flatten((schedule.rows.x, schedule.rows.y))
         for target, source in zip(targets, sources, strict=True):
             target = target[:count]
             if source.is_contiguous():
@@ -104,7 +104,7 @@ class BatchBuffer:
             def part(values: Tensor, group: int = group, width: int = width) -> Tensor:
                 return select(values[:, group, :clients, :width])
 
-            packed = {"x": pytree.tree_map(part, self.x), "y": part(self.y)}
+            packed = {"x": map_nested(part, self.x), "y": part(self.y)}
             if slot.padded and self.masks is not None:
                 packed["mask"] = part(self.masks)
             if pair:

@@ -34,8 +34,7 @@ from fedloom.gpu.prefetch_batches import BatchPrefetcher
 from fedloom.network.bound_method import Bound
 from fedloom.spec.parts import Judge, Program
 from fedloom.tasks.batch import Batch
-from fedloom.tensors import Leaves
-from fedloom.torch_internals import pytree
+from fedloom.tensors import Leaves, flatten, map_nested, structure_of, unflatten
 
 Replay = Callable[[], None]
 Graphs = dict[Hashable, tuple[Replay, BatchBuffer]]
@@ -69,13 +68,13 @@ class FlatTensors:
 
     def __init__(self, value: Any, owned: bool) -> None:
         self.owned = owned
-        tensors, self.spec = pytree.tree_flatten(value)
+        tensors, self.structure = flatten(value), structure_of(value)
         self.shapes = [t.shape for t in tensors]
         self.repeats = [() if owned else _repeated_axes(t) for t in tensors]
         self.tensors = [_drop(t, axes) for t, axes in zip(tensors, self.repeats, strict=True)]
         self.names: list[Hashable] = [id(t) if owned else _memory(t) for t in self.tensors]
         kinds: list[Any] = [(t.shape, t.dtype, owned or t.stride()) for t in self.tensors]
-        self.layout = (owned, self.spec, tuple(self.shapes), tuple(self.repeats), tuple(kinds))
+        self.layout = (owned, self.structure, tuple(self.shapes), tuple(self.repeats), tuple(kinds))
 
 
 def _repeated_axes(value: Tensor) -> tuple[int, ...]:
@@ -123,7 +122,7 @@ class FixedInputs:
                     twin = twin.unsqueeze(axis)
                 flat.append(twin.expand(shape))
                 position += 1
-            twins[part_name] = pytree.tree_unflatten(flat, part.spec)
+            twins[part_name] = unflatten(part.structure, flat)
         start = twins["owned start"] | twins["shared start"]
         fixed_leaves = twins["owned leaves"] | twins["shared leaves"]
         self.leaves: Leaves = {n: fixed_leaves[n] for n in leaves}
@@ -164,7 +163,7 @@ class StepBuffers:
         read_only = {n: v for n, v in start.leaves.items() if n not in written}
         self.inputs = FixedInputs(read_only, inputs, parts)
         leaves = {n: empty(v) if n in written else self.inputs.leaves[n] for n, v in start.leaves.items()}
-        carry = pytree.tree_map(empty, start.carry)
+        carry = map_nested(empty, start.carry)
         device = start.total.device
         self.number = torch.zeros((), dtype=torch.int64, device=device)
         self.state = StepState(leaves, set(written), carry, empty(start.total), self.number, clients=start.clients)
@@ -186,14 +185,14 @@ class StepBuffers:
         numbers = torch.tensor([rates, counts], dtype=torch.float64)
         self.numbers.copy_(to_device_async(numbers, self.numbers.device))
         names = sorted(state.written)
-        targets = [*(state.leaves[n] for n in names), *pytree.tree_leaves(state.carry)]
-        sources = [*(start.leaves[n] for n in names), *pytree.tree_leaves(start.carry)]
+        targets = [*(state.leaves[n] for n in names), *flatten(state.carry)]
+        sources = [*(start.leaves[n] for n in names), *flatten(start.carry)]
         zeros = [state.total, self.number]
         if saved is None:
             zeros += self.moments()
         else:
             targets += self.moments()
-            sources += pytree.tree_leaves(
+            sources += flatten(
                 [
                     {name: s.slots[name] for name in group.state.slots}
                     for group, s in zip(self.groups, saved, strict=True)
@@ -205,7 +204,7 @@ class StepBuffers:
 
     def moments(self) -> list[Tensor]:
         """Return the optimisers' moments."""
-        moments: list[Tensor] = pytree.tree_leaves([g.state.slots for g in self.groups])
+        moments: list[Tensor] = flatten([g.state.slots for g in self.groups])
         return moments
 
     def mutable(self) -> list[Tensor]:
@@ -215,7 +214,7 @@ class StepBuffers:
         """
         state = self.state
         leaves = [state.leaves[n] for n in sorted(state.written)]
-        carry = pytree.tree_leaves(state.carry)
+        carry = flatten(state.carry)
         return [*leaves, *self.moments(), self.numbers, *carry, state.total, self.number]
 
     def result(self) -> StepState:

@@ -258,6 +258,7 @@ def federation_of(value: object, seed: int) -> tuple[Federation, Table]:
 def model_of(value: Mapping[str, Any] | str, data: Federation, task: Task) -> tuple[Callable[[], nn.Module], Table]:
     """A network by name, with its sizes filled in from the data, and its table."""
     name, options = named("model", value)
+    checked("model.head", options.get("head", ""), str)
     x = data.clients[0].train.x
     if not isinstance(x, Tensor):
         raise UserError(

@@ -25,6 +25,7 @@ def read(cls: type[T], values: object, where: str) -> T:
         where: what to call it in messages, such as ``evaluate``; empty for the top level.
 
     Example:
+        >>> from dataclasses import dataclass
         >>> @dataclass
         ... class Interval:
         ...     every: int = 1

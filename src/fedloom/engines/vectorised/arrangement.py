@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fedloom import tensors
 from fedloom.clients.arrangement import BatchSchedule, Shapes
 from fedloom.clients.batches import Steps
 from fedloom.data import Rows
@@ -15,15 +16,20 @@ from fedloom.engines.vectorised import attention
 from fedloom.engines.vectorised.rows import RowCache, sweep_schedule, training_schedule
 from fedloom.network.functional import Network
 from fedloom.tensors import Leaves
+from fedloom.torch_internals import add_batch_axis, remove_batch_axis, vmap_level
 
 
 def over_clients(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Map a function over the client axis. This is the only call of ``vmap`` in the package."""
-    mapped = torch.vmap(fn, randomness="different")
+    """Map a function over the client axis, axis 0 of all tensors, as ``torch.vmap`` does.
+
+    Every client draws different noise.
+    """
 
     def call(*args: Any) -> Any:
-        with attention.whole():
-            return mapped(*args)
+        clients = tensors.flatten(args)[0].shape[0]
+        with attention.whole(), vmap_level(clients) as level:
+            results = fn(*tensors.map_nested(lambda t: add_batch_axis(t, level), args))
+            return tensors.map_nested(lambda t: remove_batch_axis(t, level, clients), results)
 
     return call
 

@@ -85,7 +85,7 @@ def _entered(query: Tensor, *args: Any, **named: Any) -> Any:
             return operator.decompose(query, *args, **named)
         if not any(isinstance(t, Tensor) and is_batched(t) for t in (query, *args, *named.values())):
             each = query.expand(level.batch_size(), *query.shape)  # clients differ in the noise only
-            query = add_batch_axis(each, level)
+            query = add_batch_axis(each, level.level())
     with without_vmap_rule():
         return operator(query, *args, **named)
 

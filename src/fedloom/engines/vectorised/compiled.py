@@ -23,7 +23,8 @@ from fedloom.engines.vectorised.rows import WaveSchedule
 from fedloom.engines.vectorised.traced import Traces, constants, recording, tidy
 from fedloom.spec.optimizer import OptState
 from fedloom.tasks.batch import Batch
-from fedloom.torch_internals import compile_graph, pytree, trace_graph
+from fedloom.tensors import flatten, map_nested, structure_of, unflatten
+from fedloom.torch_internals import compile_graph, trace_graph
 
 RETRIES, PROGRAMS = 2, 4
 """Most compilations of one shape and of one phase: a term may read the round, and every round may
@@ -72,7 +73,7 @@ class CompiledRunner:
         self, step: Step, state: StepState, inputs: ClientInputs, schedule: WaveSchedule, program: Program
     ) -> None:
         self.step, self.state, self.schedule, self.program = step, state, schedule, program
-        fixed = pytree.tree_leaves((_read_only(state, inputs), _changing(state)))
+        fixed = flatten((_read_only(state, inputs), _changing(state)))
         self.fixed = [fixed[i] for i in program.arguments if i < len(fixed)]
         self.varying = [i - len(fixed) for i in program.arguments if i >= len(fixed)]
         self.batches = _rows_of_steps(schedule)
@@ -108,7 +109,7 @@ def start_compiled(
         group.rate = torch.tensor(group.rate, dtype=torch.float64, device=device)
         group.state.step = torch.tensor(float(group.state.step), dtype=torch.float64, device=device)
     state.leaves = {n: v.contiguous() if n in written else v for n, v in state.leaves.items()}
-    inputs = dataclasses.replace(inputs, own=pytree.tree_map(lambda t: t.contiguous(), inputs.own))
+    inputs = dataclasses.replace(inputs, own=map_nested(lambda t: t.contiguous(), inputs.own))
     first = next(_rows_of_steps(schedule), None)
     if first is None:
         return None
@@ -120,7 +121,8 @@ def _program(
     step: Step, state: StepState, inputs: ClientInputs, moving: tuple[Any, ...], batch_spec: Any, store: Traces
 ) -> Program | None:
     phase = step.phase.phase.name
-    flat, spec = pytree.tree_flatten((_read_only(state, inputs), _changing(state), list(moving)))
+    values = (_read_only(state, inputs), _changing(state), list(moving))
+    flat, spec = flatten(values), structure_of(values)
     shapes = tuple([(t.shape, t.dtype) for t in flat])
     key = ("compiled", step.bound, phase, inputs.facts.get("key"), spec, shapes)
     program: Program | None = store.programs.get(key)
@@ -135,13 +137,13 @@ def _program(
 
     def full(*args: Tensor) -> list[Tensor]:
         # The step runs on copies, which are written back at the end: one write per tensor.
-        (rest, own, common, rates), before, (*batch, active) = pytree.tree_unflatten(list(args), spec)
-        after = pytree.tree_map(torch.clone, before)
+        (rest, own, common, rates), before, (*batch, active) = unflatten(spec, args)
+        after = map_nested(torch.clone, before)
         copied = _with(state, rest, after, rates)
-        packed = pytree.tree_unflatten(list(batch), batch_spec)
+        packed = unflatten(batch_spec, batch)
         step.take(copied, recording(inputs, touched, own=own, common=common), Batch.unpacked(packed), active)
         assert copied.written == state.written, "a projection changes other leaves than in round 1"
-        for old, new in zip(pytree.tree_leaves(before), pytree.tree_leaves(_changing(copied)), strict=True):
+        for old, new in zip(flatten(before), flatten(_changing(copied)), strict=True):
             old.copy_(new)
         return []
 
@@ -189,8 +191,8 @@ def _with(state: StepState, rest: Any, changing: Any, rates: Any) -> StepState:
 def _rows_of_steps(schedule: WaveSchedule) -> Iterator[tuple[Tensor, ...]]:
     """Yield the tensors of each step's batch. Several steps are read at a time."""
     for _, block in schedule.blocks():
-        yield from zip(*(t.unbind(0) for t in pytree.tree_leaves(block.packed())), strict=True)
+        yield from zip(*(t.unbind(0) for t in flatten(block.packed())), strict=True)
 
 
 def _batch_spec(schedule: WaveSchedule) -> Any:
-    return pytree.tree_structure(schedule.batch(schedule.slots[0]).packed())
+    return structure_of(schedule.batch(schedule.slots[0]).packed())

@@ -21,8 +21,7 @@ from fedloom.clients.batches import SWEEP_BATCH, Steps
 from fedloom.data import Rows
 from fedloom.devices import to_device_async
 from fedloom.tasks.batch import Batch
-from fedloom.tensors import Inputs
-from fedloom.torch_internals import pytree
+from fedloom.tensors import Inputs, flatten, map_nested, structure_of, unflatten
 
 KEPT_BYTES = 1 << 30
 """Bytes of joined rows that are cached for the next round."""
@@ -47,8 +46,8 @@ class JoinedRows:
         """Concatenate the clients' rows."""
         sizes = [len(p) for p in parts]
         offsets = tuple(int(o) for o in np.concatenate([[0], np.cumsum(sizes)[:-1]]))
-        plain = [p.x for p in parts if isinstance(p.x, Tensor)]
-        x = _joined(plain) if plain else pytree.tree_map(lambda *t: _joined(t), *[p.x for p in parts])
+        columns = zip(*[flatten(p.x) for p in parts], strict=True)
+        x = unflatten(structure_of(parts[0].x), [_joined(column) for column in columns])
         return JoinedRows(x, _joined([p.y for p in parts]), offsets, sum(sizes), tuple(parts))
 
     def take(self, index: Tensor, mask: Tensor | None, pair: Batch | None = None) -> Batch:
@@ -58,19 +57,16 @@ class JoinedRows:
         def rows(t: Tensor) -> Tensor:
             return t.index_select(0, flat).view(*shape, *t.shape[1:])
 
-        x = rows(self.x) if isinstance(self.x, Tensor) else pytree.tree_map(rows, self.x)
-        return Batch(x, rows(self.y), mask, pair)
+        return Batch(map_nested(rows, self.x), rows(self.y), mask, pair)
 
     def nbytes(self) -> int:
         """Return the bytes of all rows."""
-        own = [self.x] if isinstance(self.x, Tensor) else pytree.tree_leaves(self.x)
-        return sum([t.nbytes for t in (*own, self.y)])
+        return sum([t.nbytes for t in flatten((self.x, self.y))])
 
 
 def nbytes(rows: Rows) -> int:
     """Return the bytes of a client's rows."""
-    own = [rows.x] if isinstance(rows.x, Tensor) else pytree.tree_leaves(rows.x)
-    return sum([t.nbytes for t in (*own, rows.y)])
+    return sum([t.nbytes for t in flatten((rows.x, rows.y))])
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:
@@ -159,7 +155,7 @@ class WaveSchedule:
     def blocks(self) -> Iterator[tuple[Sequence[Slot], Batch]]:
         """Yield several steps of one shape and their batches, stacked along axis 0."""
         steps, groups = self.index.shape[:2]
-        row = sum(t[:1].numel() * t.element_size() for t in [*pytree.tree_leaves(self.rows.x), self.rows.y])
+        row = sum(t[:1].numel() * t.element_size() for t in flatten((self.rows.x, self.rows.y)))
         size = max(1, BLOCK_BYTES // max(1, row * self.index[:1].numel()))
         for first in range(0, steps, size):
             batch = None
@@ -180,9 +176,8 @@ class WaveSchedule:
     def shape(self) -> Hashable:
         """Return a key of a full step's shape and types. Schedules of one key share buffers."""
         x, y = self.rows.x, self.rows.y
-        flat, spec = ([x], None) if isinstance(x, Tensor) else pytree.tree_flatten(x)
-        kinds = tuple([(t.shape[1:], t.dtype) for t in (*flat, y)])
-        return bool(self.bounds), self.index.shape[1:], self.index.device, self.dtype, spec, kinds
+        kinds = tuple([(t.shape[1:], t.dtype) for t in flatten((x, y))])
+        return bool(self.bounds), self.index.shape[1:], self.index.device, self.dtype, structure_of(x), kinds
 
 
 def training_schedule(rows: JoinedRows, steps: Sequence[Steps], dtype: torch.dtype, shapes: Shapes) -> WaveSchedule:

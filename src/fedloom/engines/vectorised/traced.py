@@ -22,8 +22,8 @@ from fedloom.clients.step import Step
 from fedloom.engines.vectorised.graph_rewrites import simplify
 from fedloom.spec.seen import Seen
 from fedloom.tasks.batch import Batch
-from fedloom.tensors import Leaves, Memory
-from fedloom.torch_internals import UNSAFE_VIEW, is_write, pytree, trace_graph
+from fedloom.tensors import Leaves, Memory, flatten, structure_of, unflatten
+from fedloom.torch_internals import UNSAFE_VIEW, is_write, trace_graph
 
 TRACE_STEPS = 200
 """Steps of one shape in a run from which on a trace saves time."""
@@ -90,7 +90,7 @@ class Traces:
 
     def of(self, step: Step, inputs: ClientInputs, fixed: Any, moving: Any) -> Trace | None:
         """Return a trace for these arguments; None if it failed or changes too often."""
-        flat, spec = pytree.tree_flatten((fixed, moving))
+        flat, spec = flatten((fixed, moving)), structure_of((fixed, moving))
         shapes = tuple((t.shape, t.dtype) for t in flat)
         key = (step.bound, step.phase.phase.name, inputs.facts.get("key"), spec, shapes)
         trace = self._traces.get(key)
@@ -107,13 +107,13 @@ class Traces:
         used: list[bool] = []
 
         def fn(*flat: Any) -> list[Tensor]:
-            (leaves, own, common), (packed, number, carry) = pytree.tree_unflatten(list(flat), spec)
+            (leaves, own, common), (packed, number, carry) = unflatten(spec, flat)
             recorded = recording(inputs, touched, own=own, common=common)
             losses, grads, carry = step.gradients(leaves, recorded, Batch.unpacked(packed), carry, number)
             if grads is None:
                 raise ValueError("the objective reaches no leaf")
             used[:] = [g is not None for g in grads]
-            return [losses, *(g for g in grads if g is not None), *pytree.tree_leaves(carry)]
+            return [losses, *(g for g in grads if g is not None), *flatten(carry)]
 
         try:
             graph = trace_graph(fn, flat)
@@ -151,12 +151,12 @@ class TracedGradients:
         if prepared is None:
             return self.step.gradients(leaves, inputs, batch, carry, number)
         trace, fixed, varying = prepared
-        flat = pytree.tree_leaves(moving)
+        flat = flatten(moving)
         with torch.no_grad():
             results = iter(trace.run(*fixed, *[flat[i] for i in varying]))
         losses = next(results)
         grads = [next(results) if used else None for used in trace.used]
-        return losses, grads, pytree.tree_unflatten(list(results), pytree.tree_structure(carry)) if carry else carry
+        return losses, grads, unflatten(structure_of(carry), results) if carry else carry
 
     def _prepare(
         self, leaves: Leaves, inputs: ClientInputs, shape: tuple[int, tuple[int, ...], bool], moving: Any
@@ -167,7 +167,7 @@ class TracedGradients:
         trace = self.traces.of(self.step, inputs, fixed, moving)
         if trace is None:
             return None
-        flat = pytree.tree_leaves(fixed)
+        flat = flatten(fixed)
         return (
             trace,
             [flat[i] for i in trace.arguments if i < len(flat)],

@@ -90,7 +90,7 @@ def _values(desk: ClientRunner, bound_phase: BoundPhase) -> dict[str, float]:
     with torch.no_grad():
         for term in bound_phase.terms:
             if term.carry is None:
-                taps = [t for t in bound_phase.taps.get(term.owner, ()) if t != "z"]
+                taps = [t if isinstance(t, str) else t.name for t in bound_phase.taps.get(term.owner, ()) if t != "z"]
                 key = term.owner if len(taps) != 1 else f"{term.owner} {taps[0]}"
                 found[key] = found.get(key, 0.0) + float(term.fn(view, batch, seen))
     return found
