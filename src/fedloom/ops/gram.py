@@ -31,7 +31,11 @@ def gram(updates: Sequence[Tensor]) -> Tensor:
 
 
 def cosines(products: Tensor) -> Tensor:
-    """``cos(h_u, h_v)`` of all pairs from a Gram matrix, clamped to [-1, 1] and rounded to 10 digits; 0 for a zero vector."""
-    length = products.diagonal().sqrt()
-    scale = length[:, None] * length
+    """Return ``cos(h_u, h_v)`` of all pairs, clamped to [-1, 1] and rounded to 10 digits; 0 for a zero vector.
+
+    Args:
+        products: Gram matrices, shape ``(..., clients, clients)``.
+    """
+    length = products.diagonal(dim1=-2, dim2=-1).sqrt()
+    scale = length[..., :, None] * length[..., None, :]
     return (products / scale).nan_to_num(0.0, 0.0, 0.0).clamp(-1, 1).round(decimals=10)

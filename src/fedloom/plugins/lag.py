@@ -149,11 +149,9 @@ class _Lag:
             layers: the leaves of each layer.
             h: the updates of each leaf, shape ``(U, *shape)``.
         """
-        scores = []
-        for leaves in layers.values():
-            G = gram([h[leaf] for leaf in leaves])
-            scores.append(variance(G) if self.score == "variance" else conflicts(G, self.xi))
-        GC = torch.stack(scores).tolist()  # waits for the device
+        G = torch.stack([gram([h[leaf] for leaf in leaves]) for leaves in layers.values()])
+        scores = variance(G) if self.score == "variance" else conflicts(G, self.xi)
+        GC = scores.tolist()  # waits for the device
         return torch.tensor([_ten_digits(v) for v in GC] if self.score == "variance" else GC, dtype=torch.float64)
 
     def choose(self, scores: Mapping[str, float]) -> Collection[str]:
@@ -266,12 +264,12 @@ class _Lag:
 
 
 def conflicts(G: Tensor, xi: float = 0.0) -> Tensor:
-    """Return ``GC_xi = #{u < v: cos(h_u, h_v) < xi}`` of a layer; a zero vector has cosine 0.
+    """Return ``GC_xi = #{u < v: cos(h_u, h_v) < xi}`` of each layer; a zero vector has cosine 0.
 
     Cosines are rounded to 10 digits, so that every engine decides alike.
 
     Args:
-        G: inner products ``<h_u, h_v>``, shape ``(U, U)``.
+        G: inner products ``<h_u, h_v>``, shape ``(..., U, U)``.
         xi: threshold.
 
     Example:
@@ -281,15 +279,18 @@ def conflicts(G: Tensor, xi: float = 0.0) -> Tensor:
 
     Reference: FedLAG, Definition 4.1.
     """
-    return (cosines(G) < xi).triu(diagonal=1).sum()
+    return (cosines(G) < xi).triu(diagonal=1).sum((-2, -1))
 
 
 def variance(G: Tensor) -> Tensor:
     """Return the variance of the updates over users, ``sum_uv (||h_u||^2 - <h_u, h_v>) / U^2``.
 
+    Args:
+        G: inner products ``<h_u, h_v>``, shape ``(..., U, U)``.
+
     Reference: FedLAG, Lemma 5.2.
     """
-    return G.diagonal().mean() - G.sum() / len(G) ** 2
+    return G.diagonal(dim1=-2, dim2=-1).mean(-1) - G.sum((-2, -1)) / G.shape[-1] ** 2
 
 
 def _ten_digits(value: float) -> float:

@@ -189,6 +189,8 @@ def aggregate_replies(
         return aggregate(bound, state, subset, cohort, when, read_weights=read_weights)
 
     candidates, outcome = _well_formed(bound, replies, when)
+    received = [v for reply in candidates for _, leaves in _tensors(reply) for v in leaves.values()]
+    indicator = tensors.finite_indicator(received)  # before the stages: one of them may wait for the device
     after: ServerState | None = None
     if candidates:
         try:
@@ -196,7 +198,14 @@ def aggregate_replies(
         except Exception:
             # A stage may fail on a reply that is not finite. `confirm` aggregates again and raises the stage's own errors.
             after = None
-    return PendingRound(state, after, candidates, outcome, _numbers(candidates, state, after), aggregate_subset)
+    if after is not None:
+        changed = [v for name, v in after.leaves.items() if v is not state.leaves[name]]
+        indicator = indicator + tensors.finite_indicator(changed)
+    losses = [r.loss for r in candidates if isinstance(r.loss, Tensor)]
+    numbers = indicator.reshape(1)
+    if losses:
+        numbers = torch.cat([numbers, reducers.stack_or_view(losses).double()])
+    return PendingRound(state, after, candidates, outcome, numbers, aggregate_subset)
 
 
 def confirm(pending: PendingRound) -> tuple[ServerState, Outcome]:
@@ -277,16 +286,6 @@ def _loss_fault(reply: Reply) -> str | None:
         return None
     loss = float(reply.loss)
     return None if math.isfinite(loss) else f"its training loss is {loss}"
-
-
-def _numbers(candidates: Sequence[Reply], before: ServerState, after: ServerState | None) -> Tensor:
-    """Return the tensor that :func:`confirm` reads (see :class:`PendingRound`)."""
-    values = [v for reply in candidates for _, leaves in _tensors(reply) for v in leaves.values()]
-    if after is not None:
-        values += [v for name, v in after.leaves.items() if v is not before.leaves[name]]
-    indicator = tensors.finite_indicator(values).reshape(1)
-    losses = [r.loss for r in candidates if isinstance(r.loss, Tensor)]
-    return torch.cat([indicator, reducers.stack_or_view(losses).double()]) if losses else indicator
 
 
 def _well_formed(bound: Bound, replies: Sequence[Reply], when: When) -> tuple[list[Reply], Outcome]:

@@ -111,14 +111,15 @@ class _Sampling:
         deltas = {n: reduced[BODIES][n] for n in _body(cohort.structure) if n in reduced[BODIES]}
         base = cohort.leaves if self.similarity == "raw" else None
         dtype = memory["facts"].dtype
-        phi = project(deltas, cohort.seed, base=base).to(dtype).cpu()
+        phi = project(deltas, cohort.seed, base=base).to(dtype)
+        kappa2, s = farthest(deltas, reduced["delta"]), cosines(gram([phi]))
+        phi = phi.cpu()  # waits for the device, where all the rest is queued
         # Clone each row: a view would keep the rows of the whole cohort alive.
         latest = {f"{LATEST}{i}": phi_i.clone() for i, phi_i in zip(cohort.ids, phi, strict=True)}
         memory = memory | latest
         if self.period > 1 and cohort.round % self.period == 0:
             memory |= {USED + n.removeprefix(LATEST): v for n, v in memory.items() if n.startswith(LATEST)}
-        kappa2 = farthest(deltas, reduced["delta"]).item()
-        memory["facts"] = torch.tensor([kappa2, *_range(cosines(gram([phi])))], dtype=dtype)
+        memory["facts"] = torch.tensor([kappa2.item(), *_range(s.cpu())], dtype=dtype)
         return {entry: value for entry, value in reduced.items() if entry != BODIES}, memory
 
     def memory(self, facts: Facts) -> Leaves:
