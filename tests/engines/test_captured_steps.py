@@ -369,7 +369,7 @@ def test_the_least_recently_used_layout_is_evicted(monkeypatch: pytest.MonkeyPat
 
 
 EMPTY = {
-    f"{word} {what}": captured_steps.FlatTensors({}, word == "owned")
+    f"{word} {what}": captured_steps.FlatTensors({}, word == "owned", captured_steps.TensorFacts)
     for word in ("owned", "shared")
     for what in ("start", "leaves")
 }

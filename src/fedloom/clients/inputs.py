@@ -58,7 +58,7 @@ def client_inputs(
 
     def numbers(*rows: Sequence[float], dtype: torch.dtype) -> list[Tensor]:
         table = to_device_async(torch.tensor(rows, dtype=dtype), device)  # one copy to the device
-        return [stack(row.unbind(0)) for row in table.unbind(0)]
+        return list(table.unbind(0) if arrangement.several else table[:, 0].unbind(0))
 
     n, first = numbers(
         [len(p.site.train) for p in people], [p.state.rounds == 0 for p in people], dtype=bound.structure.dtype

@@ -49,48 +49,56 @@ A run that evaluates only at its end, or at its beginning and end, captures no e
 """
 
 
+class TensorFacts:
+    """How a tensor lies in memory.
+
+    Args:
+        value: the tensor.
+        owned: whether every client has a value of its own. Such a value gets memory of its own at
+            a fixed address, so that new clients, which all begin with the same tensor, have the
+            layout of others. Other tensors share memory if they do so in the first place.
+
+    Attributes:
+        tensor: the tensor; a shared one without axes along which it is repeated.
+        shape: the shape of ``value``.
+        repeats: the axes that were dropped.
+        name: equal for tensors that are one tensor at fixed addresses.
+        kind: equal for tensors whose fixed tensors are alike.
+    """
+
+    __slots__ = ("kind", "name", "repeats", "shape", "tensor", "value")
+
+    def __init__(self, value: Tensor, owned: bool) -> None:
+        self.value, self.tensor, self.shape = value, value, value.shape
+        self.repeats: tuple[int, ...] = ()
+        self.name: Hashable = id(value)
+        if not owned:
+            self.repeats = tuple([i for i, step in enumerate(value.stride()) if not step and value.shape[i] > 1])
+            for axis in reversed(self.repeats):
+                self.tensor = self.tensor.select(axis, 0)
+            # All empty tensors have the address 0.
+            address = self.tensor.data_ptr() if self.tensor.numel() else -id(value)
+            self.name = address, value.dtype, self.tensor.shape, self.tensor.stride()
+        self.kind = (self.shape, self.repeats, value.dtype, owned or self.tensor.stride())
+
+
 class FlatTensors:
     """A nested value as a flat list of tensors, and how they lie in memory.
 
     Args:
         value: nested dictionaries of tensors.
-        owned: whether every client has values of its own. They get memory of their own at fixed
-            addresses, so that new clients, which all begin with the same tensor, have the layout
-            of others. Other tensors share memory where they do so in ``value``.
+        owned: whether every client has values of its own.
+        describe: returns the facts of a tensor.
 
     Attributes:
-        tensors: the tensors; shared ones without axes along which they are repeated.
-        shapes: their shapes in ``value``.
-        repeats: the axes that were dropped.
-        names: equal for tensors that are one tensor at fixed addresses.
+        facts: the facts of each tensor.
         layout: what two values have in common whose fixed tensors are alike, except ``names``.
     """
 
-    def __init__(self, value: Any, owned: bool) -> None:
-        self.owned = owned
-        tensors, self.structure = flatten(value), structure_of(value)
-        self.shapes = [t.shape for t in tensors]
-        self.repeats = [() if owned else _repeated_axes(t) for t in tensors]
-        self.tensors = [_drop(t, axes) for t, axes in zip(tensors, self.repeats, strict=True)]
-        self.names: list[Hashable] = [id(t) if owned else _memory(t) for t in self.tensors]
-        kinds: list[Any] = [(t.shape, t.dtype, owned or t.stride()) for t in self.tensors]
-        self.layout = (owned, self.structure, tuple(self.shapes), tuple(self.repeats), tuple(kinds))
-
-
-def _repeated_axes(value: Tensor) -> tuple[int, ...]:
-    return tuple([i for i, step in enumerate(value.stride()) if not step and value.shape[i] > 1])
-
-
-def _drop(value: Tensor, axes: tuple[int, ...]) -> Tensor:
-    for axis in reversed(axes):
-        value = value.select(axis, 0)
-    return value
-
-
-def _memory(value: Tensor) -> Hashable:
-    # All empty tensors have the address 0.
-    address = value.data_ptr() if value.numel() else -id(value)
-    return address, value.dtype, value.shape, value.stride()
+    def __init__(self, value: Any, owned: bool, describe: Callable[[Tensor, bool], TensorFacts]) -> None:
+        self.owned, self.structure = owned, structure_of(value)
+        self.facts = [describe(t, owned) for t in flatten(value)]
+        self.layout = (owned, self.structure, tuple([f.kind for f in self.facts]))
 
 
 class FixedInputs:
@@ -110,17 +118,16 @@ class FixedInputs:
         twins: dict[str, Any] = {}
         for part_name, part in parts.items():
             flat = []
-            facts = zip(part.names, part.tensors, part.shapes, part.repeats, strict=True)
-            for name, tensor, shape, axes in facts:
-                if name not in place:
+            for facts in part.facts:
+                if facts.name not in place:
                     form = torch.contiguous_format if part.owned else torch.preserve_format
-                    place[name] = torch.empty_like(tensor, memory_format=form)
+                    place[facts.name] = torch.empty_like(facts.tensor, memory_format=form)
                     self.sources.append(position)
-                    self.fixed.append(place[name])
-                twin = place[name]
-                for axis in axes:
+                    self.fixed.append(place[facts.name])
+                twin = place[facts.name]
+                for axis in facts.repeats:
                     twin = twin.unsqueeze(axis)
-                flat.append(twin.expand(shape))
+                flat.append(twin.expand(facts.shape))
                 position += 1
             twins[part_name] = unflatten(part.structure, flat)
         start = twins["owned start"] | twins["shared start"]
@@ -132,7 +139,7 @@ class FixedInputs:
 
     def load(self, parts: Mapping[str, FlatTensors]) -> None:
         """Copy values of the same layout in."""
-        flat = [t for part in parts.values() for t in part.tensors]
+        flat = [f.tensor for part in parts.values() for f in part.facts]
         tree.overwrite(self.fixed, [flat[i] for i in self.sources])
 
 
@@ -299,7 +306,7 @@ class CapturedSteps:
         # A short number for each part: a tuple of hundreds of facts is hashed once.
         numbers = [self._layouts.setdefault(p.layout, len(self._layouts)) for p in parts.values()]
         first: dict[Hashable, int] = {}
-        names = [name for part in parts.values() for name in part.names]
+        names = [f.name for part in parts.values() for f in part.facts]
         return tuple(numbers), tuple([first.setdefault(n, i) for i, n in enumerate(names)])
 
     def use(self, key: Hashable, buffers: StepBuffers | SweepBuffers) -> None:
@@ -387,7 +394,9 @@ class CapturedWave:
 
     def __init__(self, store: CapturedSteps) -> None:
         self.store = store
+        # Both caches hold the values, so that their addresses cannot be given to others.
         self._parts: dict[Hashable, tuple[object, FlatTensors]] = {}
+        self._facts: dict[tuple[int, bool], TensorFacts] = {}
 
     def start(self, step: Step, start: PhaseStart, inputs: ClientInputs, schedule: ScheduleOf) -> StepRunner:
         """Return the captured runner; in a phase's first round the eager one.
@@ -471,16 +480,21 @@ class CapturedWave:
         for owned, word in ((True, "owned"), (False, "shared")):
             parts[f"{word} start"] = self._flatten_once(inputs.own["start"], owned, kept)
             # Not cached: every phase and sweep has a new dictionary of leaves.
-            parts[f"{word} leaves"] = FlatTensors(_select(leaves, kept, owned), owned)
+            parts[f"{word} leaves"] = FlatTensors(_select(leaves, kept, owned), owned, self._describe)
         return parts
 
     def _flatten_once(self, value: Any, owned: bool, kept: frozenset[str] | None = None) -> FlatTensors:
-        # The cache holds the value, so that its address cannot be given to another one.
         key = (id(value), owned, kept)
         if key not in self._parts:
             part = value if kept is None else _select(value, kept, owned)
-            self._parts[key] = value, FlatTensors(part, owned)
+            self._parts[key] = value, FlatTensors(part, owned, self._describe)
         return self._parts[key][1]
+
+    def _describe(self, value: Tensor, owned: bool) -> TensorFacts:
+        key = (id(value), owned)
+        if key not in self._facts:
+            self._facts[key] = TensorFacts(value, owned)
+        return self._facts[key]
 
 
 def _select(leaves: Leaves, kept: frozenset[str], owned: bool) -> Leaves:
