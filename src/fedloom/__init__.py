@@ -1,4 +1,4 @@
-"""fedloom: personalised federated learning on PyTorch, with methods woven from parts that compose."""
+"""fedloom: personalised federated learning on PyTorch. Methods are composed from parts."""
 
 from fedloom import data, models
 from fedloom.api import fit

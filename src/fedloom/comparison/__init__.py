@@ -1,4 +1,4 @@
-"""Comparisons: methods by seeds by swept options, each cell an ordinary run; what they say together, as tables."""
+"""Comparisons: grids of methods, seeds and options. Each cell is an ordinary run."""
 
 from fedloom.comparison.cell import Cell
 from fedloom.comparison.compare_methods import compare

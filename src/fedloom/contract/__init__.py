@@ -1,1 +1,1 @@
-"""The contract of a method."""
+"""``check_method``: a test of the promises of a method."""

@@ -1,4 +1,4 @@
-"""Data: federations, data sets, and how rows are dealt to clients."""
+"""Data: federations, data sets, partitions of rows among clients."""
 
 from fedloom.data.augment import Augment
 from fedloom.data.client_data import ClientData, Scale, to_float

@@ -1,4 +1,4 @@
-"""The Flower engine: the same client programs and server stages, over messages to sites.
+"""The Flower engine and deployments: the same programs and stages, with messages to real sites.
 
 Needs the extra ``flower`` (``pip install "fedloom[flower]"``).
 """
@@ -7,7 +7,7 @@ import warnings
 
 try:
     with warnings.catch_warnings():
-        # Of what Flower imports in turn: nothing that a user of fedloom could do about.
+        # Deprecations in the dependencies of Flower: a user of fedloom cannot resolve them.
         warnings.simplefilter("ignore", DeprecationWarning)
         import flwr.app
         import flwr.clientapp

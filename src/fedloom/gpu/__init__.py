@@ -1,4 +1,6 @@
-"""Triton kernels for cohorts on CUDA. Torch computes these operations one client at a time, or slowly, under ``vmap``.
+"""The optional code for CUDA: Triton kernels, captured steps, prefetched batches.
 
-:mod:`fedloom.ops.dispatch` loads the package if a network is built for CUDA and triton is installed. No other package imports it.
+:mod:`fedloom.ops.dispatch` loads the kernels when a network is built for CUDA and triton is
+installed. The vectorised engine loads :mod:`fedloom.gpu.captured_steps`. No core package imports
+this one.
 """

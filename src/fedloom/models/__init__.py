@@ -1,4 +1,4 @@
-"""The networks that fedloom ships, and how a configuration builds one by name."""
+"""The networks that fedloom ships, and their construction by name."""
 
 from __future__ import annotations
 

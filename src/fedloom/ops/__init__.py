@@ -1,4 +1,7 @@
-"""Operators in plain torch. A device may have faster implementations of some (:mod:`fedloom.ops.dispatch`)."""
+"""Operators in plain torch.
+
+:mod:`fedloom.ops.dispatch` looks up faster implementations of some of them.
+"""
 
 from fedloom.ops.dispatch import operator
 from fedloom.ops.features import channel_summary, pooled

@@ -1,4 +1,4 @@
-"""Reports: what runs look like, as one HTML page and as pictures of dense prediction."""
+"""Reports: runs as one HTML page, and pictures of segmentation."""
 
 from fedloom.reports.make_report import report
 from fedloom.reports.segmentation_pictures import pictures

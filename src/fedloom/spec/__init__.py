@@ -1,1 +1,1 @@
-"""The language of methods: parts, the method record, the registry, the text form, and the values that client code reads."""
+"""The language of methods: parts, record, registry, text form, and what client code reads."""

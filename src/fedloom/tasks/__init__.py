@@ -1,4 +1,4 @@
-"""What is predicted and how it is judged."""
+"""Tasks: losses, statistics and metrics. Batches."""
 
 from fedloom.tasks.base import Task
 from fedloom.tasks.builtin import TASKS, named, segmentation

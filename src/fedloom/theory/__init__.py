@@ -1,10 +1,10 @@
-"""The papers' theory as calculators: pure functions on numbers, as printed (`paper`) and corrected (`sound`).
+"""Calculators of the papers' bounds: as printed (`paper`) and corrected (`sound`).
 
     >>> from fedloom import theory
     >>> theory.cl_bound(gap=1.0, eta=1.0, rounds=100, smoothness=2.0, second_moment=3.0).value
     0.8
 
-`CALCULATORS` names them all; `docs/theory.md` says what each computes and where the papers are wrong.
+`CALCULATORS` lists them. `docs/theory.md` explains each, and the errors of the papers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The vectorised engine: a cohort at once."""
+"""The vectorised engine: trains a cohort as stacked tensors."""
 
 from fedloom.engines.vectorised.engine import VectorisedEngine
 

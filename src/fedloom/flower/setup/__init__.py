@@ -1,4 +1,4 @@
-"""Real sites: an experiment that a consortium agrees on, the data of a site, and the processes of both sides.
+"""Set-up of a deployment: the project folder, certificates, and the bundle for the sites.
 
 Needs the extra ``flower`` (``pip install "fedloom[flower]"``).
 """

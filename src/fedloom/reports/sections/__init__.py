@@ -1,4 +1,4 @@
-"""The parts of a report; each is None where its data are not there."""
+"""The sections of a report. A section without data is None."""
 
 from collections.abc import Callable
 

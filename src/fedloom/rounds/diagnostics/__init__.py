@@ -1,4 +1,4 @@
-"""What is measured in a run: the clients' data in outline, the parts of the loss, and what the theorems speak of."""
+"""Diagnostics of a run: a sketch of the data, parts of the loss, constants of the theorems."""
 
 from fedloom.rounds.diagnostics.data_sketch import sketch
 from fedloom.rounds.diagnostics.loss_terms import information_bounds, term_values
