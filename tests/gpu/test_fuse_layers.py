@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import fedloom as fl
 from fedloom.engines.vectorised import VectorisedEngine
 from fedloom.models import convnet3
-from fedloom.network import layers, replace_layers
+from fedloom.network import functional, layers, replace_layers
 from fedloom.ops import forward_context
 from fedloom.spec.view import View
 from tests.gpu.helpers import DEVICE, TF32, kernels, random
@@ -80,10 +80,10 @@ def test_fusion_ends_at_layers_whose_output_is_read(fused: list[str], monkeypatc
     pooled = "norm_relu_pool 2x2"
     for wanted, expected in {
         "": [pooled],
-        f"{block}.act": ["norm_relu_pool 1x1"],
+        f"{block}.act": ["norm_relu_pool 1x1", "relu_pool 2x2"],
         f"{block}.pool {block}.conv z": [pooled],
         f"{block}.norm": ["relu_pool 2x2"],
-        f"{block}.norm {block}.act {block}.pool": [],
+        f"{block}.norm {block}.act {block}.pool": ["relu_pool 2x2"],
     }.items():
         fused.clear()
         compare_with_unfused(cohort, monkeypatch, wanted)
@@ -132,7 +132,7 @@ def test_in_place_shared_and_non_affine_layers(fused: list[str], monkeypatch: py
 
     cohort = Cohort(Model())
     compare_with_unfused(cohort, monkeypatch)
-    assert fused == ["norm_relu_pool 1x1", "relu_pool 2x2", "norm_relu_pool 1x1"]
+    assert fused == ["norm_relu_pool 1x1", "relu_pool 2x2", "norm_relu_pool 1x1", "relu_pool 2x2"]
 
 
 @kernels
@@ -189,18 +189,68 @@ def test_copies_and_restored_containers() -> None:
 
 @kernels
 def test_taps_of_a_relu_read_its_output(fused: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    for size in (2, 3, 1):  # windows fill the map, windows leave a remainder, no windows
+    for size, pool in ((2, ["relu_pool 2x2"]), (3, ["relu_pool 3x3"]), (1, [])):  # 3 leaves a remainder
         fused.clear()
         net = nn.Sequential(
             nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(inplace=True), nn.MaxPool2d(size), nn.ReLU(inplace=True)
         )
         cohort = Cohort(nn.Sequential(*net, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 2)))
         compare_with_unfused(cohort, monkeypatch, "0 1 2 3")
-        assert not fused
+        assert fused == pool
     fused.clear()
     net = nn.Sequential(nn.BatchNorm2d(3), nn.ReLU6(), nn.MaxPool2d(1), nn.Flatten(), nn.Linear(240, 2))
     compare_with_unfused(Cohort(net), monkeypatch, "1 2")
     assert fused == ["norm_relu_pool 1x1"]
+
+
+@kernels
+@pytest.mark.parametrize("relu", [nn.ReLU(), nn.ReLU(inplace=True), nn.ReLU6()], ids=["relu", "in place", "relu6"])
+@pytest.mark.parametrize("front", [[], [nn.BatchNorm2d(3)]], ids=["relu first", "normalisation"])
+def test_pooling_behind_a_tapped_relu_equals_that_of_torch(
+    front: list[nn.Module], relu: nn.Module, fused: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Many windows have equal maxima, many are 0 everywhere, and the tap has a loss of its own."""
+    net = nn.Sequential(*front, relu, nn.MaxPool2d(2))
+    replace_layers.prepare(net)
+    fuse_layers.fuse_layers(net)
+    name = str(len(front))
+    net[len(front)].register_forward_hook(functional._Keeper(name))
+    x = (random(2, 5, 3, 8, 10).detach() * 2).round().mul(2).requires_grad_()
+    weights = {"weight": 4 * random(2, 3).detach(), "bias": random(2, 3).detach()} if front else {}
+    leaves = {f"0.{n}": v.requires_grad_() for n, v in weights.items()}
+    buffers = {n: torch.stack([b.clone()] * 2).to(DEVICE) for n, b in net.named_buffers()}
+    results = []
+    for plain in (False, True):
+        with monkeypatch.context() as patch:
+            if plain:
+                without_fusion(patch)
+
+            def out(x: Tensor, leaves: dict[str, Tensor], buffers: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+                frame = forward_context.Frame(wanted=frozenset({name}))
+                with forward_context.entered(frame):
+                    y = torch.func.functional_call(net, {**leaves, **buffers}, (x.clone(),))
+                return y, frame.features[name]
+
+            y, feature = torch.vmap(out)(x, leaves, buffers)
+        weight, of_feature = (torch.arange(1.0, t.numel() + 1, device=DEVICE).view_as(t) for t in (y, feature))
+        loss = (y * weight).sum() + (feature * of_feature).sum()
+        results.append((y, feature, *torch.autograd.grad(loss, [x, *leaves.values()])))
+    assert fused == [*(["norm_relu_pool 1x1"] if front else []), "relu_pool 2x2"]
+    if front:
+        assert all(torch.allclose(a, b, atol=1e-9) for a, b in zip(*results, strict=True))
+    else:
+        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@kernels
+def test_pooling_behind_other_hooks_is_that_of_torch(fused: list[str]) -> None:
+    """A hook of the ReLU may replace its output by one with negative values, and the pooling reads that."""
+    net = nn.Sequential(nn.ReLU(), nn.MaxPool2d(2))
+    fuse_layers.fuse_layers(net)
+    net[0].register_forward_hook(lambda layer, args, y: y - 1)
+    x = random(2, 5, 3, 8, 10).detach()
+    assert torch.equal(torch.vmap(net)(x), nn.MaxPool2d(2)(x.flatten(0, 1).relu() - 1).unflatten(0, (2, 5)))
+    assert not fused
 
 
 @kernels

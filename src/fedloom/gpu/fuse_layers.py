@@ -53,8 +53,8 @@ def _can_fuse(layers: Layers) -> bool:
 def forward(container: Any, input: Any) -> Any:
     """Run the layers of a container in order, fused where a kernel supports them.
 
-    A fusion ends at a layer whose output somebody reads. If the frame requests only a summary of the ReLU behind a first
-    convolution, the fused kernel computes it.
+    A fusion ends at a layer whose output somebody reads; pooling behind a ReLU has a kernel of its own then. If the frame
+    requests only a summary of the ReLU behind a first convolution, the fused kernel computes it.
     """
     layers, at = tuple(container._modules.values()), 0
     while at < len(layers):
@@ -65,7 +65,8 @@ def forward(container: Any, input: Any) -> Any:
 
 def _run_fused(layers: Layers, names: Names, at: int, x: Tensor) -> tuple[Tensor, int] | None:
     """Run the fused layers from ``at`` on; return their output and the index of the next layer, None without fusion."""
-    return _norm_relu_pool(layers, names, at, x) or _conv_relu_pool(layers, names, at, x)
+    fused = _norm_relu_pool(layers, names, at, x) or _conv_relu_pool(layers, names, at, x)
+    return fused or _pool_relu_output(layers, names, at, x)
 
 
 def _norm_relu_pool(layers: Layers, names: Names, at: int, x: Tensor) -> tuple[Tensor, int] | None:
@@ -140,6 +141,25 @@ def _conv_relu_pool(layers: Layers, names: Names, at: int, x: Tensor) -> tuple[T
     else:
         _call_hooks(pool, x, y)
     return y, end
+
+
+def _pool_relu_output(layers: Layers, names: Names, at: int, x: Tensor) -> tuple[Tensor, int] | None:
+    """Run pooling at layer ``at`` by the kernel for ReLU and pooling if ``x`` is a ReLU's output.
+
+    A second ReLU changes no value, also behind ReLU6. It blocks a gradient only where the value is 0,
+    and there the gradient of the first ReLU is 0. The gradient of a tap does not pass the pooling.
+    """
+    if not at or type(layers[at - 1]) not in _RELUS or x.dim() != 4 or not x.numel() or not is_cohort(x):
+        return None
+    window = _window(layers[at], x.shape[2:])
+    if window is None or window == (1, 1) or not x.is_floating_point():
+        return None
+    # Other hooks than taps may replace the output of the ReLU.
+    if None in _wanted(layers[at - 1 : at + 1], names[at - 1 : at + 1], current()):
+        return None
+    y = relu_pool(x, window)
+    _call_hooks(layers[at], x, y)
+    return y, at + 1
 
 
 def _call_hooks(layer: nn.Module, x: Tensor, y: Tensor) -> None:
