@@ -144,17 +144,18 @@ def _conv_relu_pool(layers: Layers, names: Names, at: int, x: Tensor) -> tuple[T
 
 
 def _pool_relu_output(layers: Layers, names: Names, at: int, x: Tensor) -> tuple[Tensor, int] | None:
-    """Run the pooling at layer ``at`` by the kernel for ReLU and pooling, if ``x`` is the output of a ReLU.
+    """Run pooling at layer ``at`` by the kernel for ReLU and pooling if ``x`` is a ReLU's output.
 
-    A second ReLU changes no value, also behind ReLU6. Where it blocks a gradient, the value is 0 and the gradient of the
-    layer's own ReLU is 0; a tap's gradient does not pass the pooling.
+    A second ReLU changes no value, also behind ReLU6. It blocks a gradient only where the value is 0,
+    and there the gradient of the first ReLU is 0. The gradient of a tap does not pass the pooling.
     """
     if not at or type(layers[at - 1]) not in _RELUS or x.dim() != 4 or not x.numel() or not is_cohort(x):
         return None
     window = _window(layers[at], x.shape[2:])
-    # The ReLU must have no hooks other than taps: they may replace its output.
-    called = None in _wanted(layers[at - 1 : at + 1], names[at - 1 : at + 1], current())
-    if window is None or window == (1, 1) or called or not x.is_floating_point():
+    if window is None or window == (1, 1) or not x.is_floating_point():
+        return None
+    # Other hooks than taps may replace the output of the ReLU.
+    if None in _wanted(layers[at - 1 : at + 1], names[at - 1 : at + 1], current()):
         return None
     y = relu_pool(x, window)
     _call_hooks(layers[at], x, y)
