@@ -26,6 +26,12 @@ SHAPES = [(5, 3), (), (2, 3, 4), (70, 130), (1,)]
 """Shapes of leaves."""
 
 
+@pytest.fixture(params=[8, 1 << 16], ids=["large leaves", "small leaves"])
+def small(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Set the size up to which leaves are concatenated."""
+    monkeypatch.setattr(squared_distance, "SMALL", request.param)
+
+
 def leaves(clients: int | None, seed: int) -> list[torch.Tensor]:
     draw = torch.Generator().manual_seed(seed)
     front = () if clients is None else (clients,)
@@ -38,6 +44,7 @@ def along(values: list[torch.Tensor], clients: int | None) -> list[torch.Tensor]
 
 
 @kernels
+@pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("shared", [None, 3], ids=["shared", "per client"])
 def test_difference_inner_product(shared: int | None) -> None:
     x, plus, minus = leaves(3, 0), leaves(shared, 1), leaves(3, 2)
@@ -53,12 +60,48 @@ def test_difference_inner_product(shared: int | None) -> None:
 
 
 @kernels
+@pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("shared", [None, 3], ids=["shared", "per client"])
 def test_half_squared_distance(shared: int | None) -> None:
     x, anchor = [t.requires_grad_() for t in leaves(3, 0)], leaves(shared, 1)
     ours = torch.vmap(squared_distance.half_squared_distance, in_dims=(0, 0 if shared else None))(x, anchor)
     assert "CohortDifference" in type(ours.grad_fn).__name__
     compare(ours, sum(((t - a) ** 2).sum(1) / 2 for t, a in zip(along(x, 3), along(anchor, shared), strict=True)), x)
+
+
+@kernels
+@pytest.mark.usefixtures("small")
+def test_second_gradient() -> None:
+    x, anchor = [t.requires_grad_() for t in leaves(3, 0)], leaves(None, 1)
+    ours = torch.vmap(squared_distance.half_squared_distance, in_dims=(0, None))(x, anchor)
+    pairs = zip(along(x, 3), along(anchor, None), strict=True)
+    theirs = sum(((t - a) ** 2).sum(1) / 2 for t, a in pairs)
+    grads = (torch.autograd.grad((y**2).sum(), x, create_graph=True) for y in (ours, theirs))
+    lengths = [sum((g**2).reshape(3, -1).sum(1) for g in own) for own in grads]
+    compare(*lengths, x)
+
+
+@kernels
+@pytest.mark.usefixtures("small")
+def test_strides_of_leaves() -> None:
+    gaps = random(5, 3, 8)[:, :, ::2].movedim(1, 0)  # the client axis is the second in memory
+    same, repeated = random(5, 4).expand(3, 5, 4), random(3, 5, 1).expand(3, 5, 4)
+    x, plus, minus = [gaps, same, repeated], [same, repeated, gaps], [repeated, gaps, same]
+    x, plus, minus = ([t.detach() for t in tensors] for tensors in (x, plus, minus))
+    x = [t.requires_grad_() for t in x]
+    ours = torch.vmap(squared_distance.difference_inner_product)(x, plus, minus)
+    parts = zip(along(x, 3), along(plus, 3), along(minus, 3), strict=True)
+    compare(ours, sum(((p - m) * t).sum(1) for t, p, m in parts), x)
+
+
+@kernels
+def test_half_precision_is_left_to_torch() -> None:
+    def value(x: torch.Tensor) -> torch.Tensor:
+        assert squared_distance.half_squared_distance([x], [x]) is None
+        assert squared_distance.difference_inner_product([x], [x], [x]) is None
+        return x
+
+    torch.vmap(value)(random(3, 4).detach().bfloat16())
 
 
 @kernels
