@@ -26,17 +26,6 @@ def apart(x: Tensor, anchor: Tensor, dtype: torch.dtype | None = None) -> Tensor
     return x - anchor if dtype is None else x.to(dtype) - anchor.to(dtype)
 
 
-def half_squares_of_all(x: Sequence[Tensor], anchor: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """``1/2 sum_l ||x_l - anchor_l||^2`` of every client: tensors of x have a client axis, anchors have none.
-
-    Example:
-        >>> half_squares_of_all([torch.tensor([[1.0, 2.0], [3.0, 4.0]])], [torch.tensor([1.0, 1.0])], torch.float64)
-        tensor([0.5000, 6.5000], dtype=torch.float64)
-    """
-    gaps = [apart(v, a, dtype) for v, a in zip(x, anchor, strict=True)]
-    return 0.5 * torch.stack([(gap**2).reshape(len(gap), -1).sum(1) for gap in gaps], 1).sum(1)
-
-
 def quadratic(
     names: tuple[str, ...],
     leaves: Leaves,
