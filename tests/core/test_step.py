@@ -61,7 +61,7 @@ def dispatch(run: Run, round: int = 1) -> tuple[Post, list[Participant], Any]:
 
 def prepared(text: str | fl.Method, model: Any, sizes: Sequence[int], **options: Any) -> Run:
     """A run before its first round."""
-    run = run_of(fit(text, model, federation(sizes), rounds=1, **options))
+    run = run_of(fit(text, model, federation(sizes), rounds=1, device="cpu", **options))
     run.state, run.clients = server.initial_state(run.bound), {}
     return run
 

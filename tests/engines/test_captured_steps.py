@@ -204,7 +204,7 @@ def test_all_kinds_of_steps_change_the_same_fields(
     kinds = list[str]()
 
     def random(value: Tensor) -> Tensor:
-        moved = torch.rand(value.shape, generator=draw, dtype=torch.float64).to(value.dtype)
+        moved = torch.rand(value.shape, generator=draw, dtype=torch.float64).to(value)
         return value + moved if value.is_floating_point() else value
 
     def start_all(step: Step, start: PhaseStart, inputs: ClientInputs, schedule: ScheduleOf) -> StepRunner:

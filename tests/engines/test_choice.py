@@ -63,11 +63,11 @@ def test_planned_steps_are_those_of_the_longest_client() -> None:
 
 
 def test_the_plan_is_written_down() -> None:
-    result = fit("fedavg", mlp(), federation(), engine="auto")
+    result = fit("fedavg", mlp(), federation(), engine="auto", device="cpu")
     plan = result.config["resolved"]["plan"]
     assert plan["engine"] == "loop"
     assert "pays" in plan["why"]
-    long = fit("fedavg", mlp(), federation((64, 64)), engine="auto", rounds=8, epochs=4)
+    long = fit("fedavg", mlp(), federation((64, 64)), engine="auto", device="cpu", rounds=8, epochs=4)
     assert long.config["resolved"]["plan"]["engine"] == "vectorised"
 
 
@@ -262,7 +262,7 @@ def test_long_runs_of_small_networks_are_compiled_and_the_record_says_so(
 ) -> None:
     monkeypatch.setattr(compiled, "fused", lambda graph, inputs: graph.forward)
     monkeypatch.setattr(choose_engine, "COMPILE_STEPS", 200)
-    options: dict[str, Any] = {"rounds": 8, "epochs": 4, "out": tmp_path / "run"}
+    options: dict[str, Any] = {"rounds": 8, "epochs": 4, "device": "cpu", "out": tmp_path / "run"}
     result = fit("fedavg", mlp(), federation((64, 64)), engine="auto", **options)
     plan = tomllib.loads((tmp_path / "run" / "run.toml").read_text())["resolved"]["plan"]
     assert (plan["engine"], plan["step"]) == ("vectorised", "compiled")
