@@ -76,26 +76,15 @@ def test_second_gradient() -> None:
     ours = torch.vmap(squared_distance.half_squared_distance, in_dims=(0, None))(x, anchor)
     pairs = zip(along(x, 3), along(anchor, None), strict=True)
     theirs = sum(((t - a) ** 2).sum(1) / 2 for t, a in pairs)
-<<<<<<< HEAD
-    lengths = [
-        sum((g**2).reshape(3, -1).sum(1) for g in torch.autograd.grad((y**2).sum(), x, create_graph=True))
-        for y in (ours, theirs)
-    ]
-=======
     grads = (torch.autograd.grad((y**2).sum(), x, create_graph=True) for y in (ours, theirs))
     lengths = [sum((g**2).reshape(3, -1).sum(1) for g in own) for own in grads]
->>>>>>> g1
     compare(*lengths, x)
 
 
 @kernels
 @pytest.mark.usefixtures("small")
 def test_strides_of_leaves() -> None:
-<<<<<<< HEAD
-    gaps = random(5, 3, 8)[:, :, ::2].movedim(1, 0)  # and the client axis is not the first in memory
-=======
     gaps = random(5, 3, 8)[:, :, ::2].movedim(1, 0)  # the client axis is the second in memory
->>>>>>> g1
     same, repeated = random(5, 4).expand(3, 5, 4), random(3, 5, 1).expand(3, 5, 4)
     x, plus, minus = [gaps, same, repeated], [same, repeated, gaps], [repeated, gaps, same]
     x, plus, minus = ([t.detach() for t in tensors] for tensors in (x, plus, minus))

@@ -1,10 +1,6 @@
-<<<<<<< HEAD
-"""Squared norms, squared distances and inner products of a cohort's leaves, each with a gradient of one pass.
-=======
 """Squared norms, squared distances and inner products of a cohort's leaves.
 
 Each gradient is one pass.
->>>>>>> g1
 
     <a - b, x>, 1/2 ||a - b||^2      gradients with respect to x and to a: (a - b) dy
 
@@ -28,11 +24,7 @@ from fedloom.gpu.cohort import apply_to_cohort, contiguous_per_client, is_cohort
 BLOCK = 4096
 """Values of one client per program."""
 SMALL = 1 << 16
-<<<<<<< HEAD
-"""Leaves of at most this size are concatenated: a launch for each would take longer than its work."""
-=======
 """Largest leaf that is concatenated with others: its own launch would take longer than its work."""
->>>>>>> g1
 
 
 def squared_norm(x: Tensor) -> Tensor | None:
@@ -80,26 +72,16 @@ def _is_supported(x: Sequence[Tensor], *others: Sequence[Tensor]) -> bool:
 def _apply(dtype: torch.dtype, *lists: Sequence[Tensor]) -> Tensor:
     """Apply :class:`_CohortDifference`, computed in a dtype, to lists of one client's tensors."""
     vectors = [_flatten(tensors) for tensors in lists]
-<<<<<<< HEAD
-    value: Tensor = apply_to_cohort(_CohortDifference, dtype, len(vectors[0]), *(v for own in vectors for v in own))
-=======
     count = len(vectors[0])
     value: Tensor = apply_to_cohort(_CohortDifference, dtype, count, *itertools.chain(*vectors))
->>>>>>> g1
     return value
 
 
 def _flatten(tensors: Sequence[Tensor]) -> list[Tensor]:
-<<<<<<< HEAD
-    """Return one client's tensors as vectors: one for all small tensors, one for each of the others."""
-    small = [t.reshape(-1) for t in tensors if t.numel() <= SMALL]
-    return [*([torch.cat(small)] if small else []), *(t.reshape(-1) for t in tensors if t.numel() > SMALL)]
-=======
     """Return a client's tensors as vectors: one for all small tensors, one per large tensor."""
     small = [t.reshape(-1) for t in tensors if t.numel() <= SMALL]
     large = [t.reshape(-1) for t in tensors if t.numel() > SMALL]
     return [torch.cat(small), *large] if small else large
->>>>>>> g1
 
 
 class _CohortSquaredNorm(torch.autograd.Function):
@@ -118,41 +100,26 @@ class _CohortSquaredNorm(torch.autograd.Function):
 
 
 class _CohortDifference(torch.autograd.Function):
-<<<<<<< HEAD
-    """``sum <a - b, x>`` of lists x, a, b of matrices (clients, values), or ``1/2 sum ||x - b||^2`` of lists x, b.
-
-    The result, (clients,), has the dtype in which it is computed: float32 or float64.
-=======
     """``sum <a - b, x>`` of lists x, a, b, or ``1/2 sum ||x - b||^2`` of lists x, b.
 
     The lists hold matrices (clients, values). The result, (clients,), has the dtype in which it is
     computed: float32 or float64.
->>>>>>> g1
     """
 
     @staticmethod
     def forward(ctx: Any, dtype: torch.dtype, count: int, *tensors: Tensor) -> Tensor:
         ctx.save_for_backward(*tensors[-2 * count :])
         ctx.count, ctx.tensor_count = count, len(tensors)
-<<<<<<< HEAD
-        x, a, b = ([contiguous_per_client(t) for t in tensors[i:][:count]] for i in (0, -2 * count, -count))
-=======
         rows = [contiguous_per_client(t) for t in tensors]
         x, a, b = rows[:count], rows[-2 * count :][:count], rows[-count:]
->>>>>>> g1
         blocks = [triton.cdiv(t.shape[1], BLOCK) for t in x]
         sums = x[0].new_empty(len(x[0]), sum(blocks), dtype=dtype)
         for factor, plus, minus, block_sums in zip(x, a, b, sums.split(blocks, 1), strict=True):
             strides = [t.stride(0) for t in (plus, minus, factor, sums)]
             _forward_kernel[(block_sums.shape[1], len(sums))](
-<<<<<<< HEAD
-                plus, minus, factor, block_sums, plus.shape[1], *strides, PRODUCT=len(tensors) == 3 * count, B=BLOCK
-            )
-=======
                 plus, minus, factor, block_sums, plus.shape[1], *strides,
                 PRODUCT=len(tensors) == 3 * count, B=BLOCK,
             )  # fmt: skip
->>>>>>> g1
         return sums.sum(1)
 
     @staticmethod
@@ -182,29 +149,18 @@ def _difference_times(a: Tensor, b: Tensor, dy: Tensor) -> Tensor:
 
 @triton.jit
 def _forward_kernel(
-<<<<<<< HEAD
-    a, b, x, sums, size, a_stride, b_stride, x_stride, sums_stride, PRODUCT: tl.constexpr, B: tl.constexpr
-=======
     a, b, x, sums, size, a_stride, b_stride, x_stride, sums_stride,
     PRODUCT: tl.constexpr, B: tl.constexpr,
->>>>>>> g1
 ):  # fmt: skip
     block, client = tl.program_id(0), tl.program_id(1).to(tl.int64)
     index = block * B + tl.arange(0, B)
     valid = index < size
-<<<<<<< HEAD
-    difference = tl.load(a + client * a_stride + index, mask=valid, other=0.0).to(sums.dtype.element_ty)
-    difference -= tl.load(b + client * b_stride + index, mask=valid, other=0.0).to(sums.dtype.element_ty)
-    if PRODUCT:
-        value = difference * tl.load(x + client * x_stride + index, mask=valid, other=0.0).to(sums.dtype.element_ty)
-=======
     a_value = tl.load(a + client * a_stride + index, mask=valid, other=0.0)
     b_value = tl.load(b + client * b_stride + index, mask=valid, other=0.0)
     difference = a_value.to(sums.dtype.element_ty) - b_value.to(sums.dtype.element_ty)
     if PRODUCT:
         x_value = tl.load(x + client * x_stride + index, mask=valid, other=0.0)
         value = difference * x_value.to(sums.dtype.element_ty)
->>>>>>> g1
     else:
         value = difference * difference * 0.5
     tl.store(sums + client * sums_stride + block, tl.sum(value, 0))
@@ -216,12 +172,6 @@ def _backward_kernel(a, b, dy, dx, size, a_stride, b_stride, dy_stride, B: tl.co
     index = tl.program_id(0) * B + tl.arange(0, B)
     valid = index < size
     factor = tl.load(dy + client * dy_stride)
-<<<<<<< HEAD
-    difference = tl.load(a + client * a_stride + index, mask=valid, other=0.0).to(factor.dtype)
-    difference -= tl.load(b + client * b_stride + index, mask=valid, other=0.0).to(factor.dtype)
-    tl.store(dx + client * size + index, difference * factor, mask=valid)
-=======
     a_value = tl.load(a + client * a_stride + index, mask=valid, other=0.0).to(factor.dtype)
     b_value = tl.load(b + client * b_stride + index, mask=valid, other=0.0).to(factor.dtype)
     tl.store(dx + client * size + index, (a_value - b_value) * factor, mask=valid)
->>>>>>> g1

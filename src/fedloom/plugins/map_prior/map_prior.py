@@ -103,13 +103,8 @@ class _Map:
         if isinstance(self.prior, Gaussian) and not self.prior.by_leaf:
             if seen.n.dim() and names:
                 gammas = [gamma[n] for n in names]
-<<<<<<< HEAD
-                half_squares = torch.vmap(lambda *thetas: half_squared_distance(thetas, gammas, dtype))
-                return self.prior.scale() * half_squares(*(theta[n] for n in names))
-=======
                 distances = torch.vmap(lambda *x: half_squared_distance(x, gammas, dtype))
                 return self.prior.scale() * distances(*(theta[n] for n in names))
->>>>>>> g1
             return self.prior.scale() * quadratic(names, theta, gamma, dtype=dtype)
         gaps = {n: apart(theta[n], gamma[n], dtype) for n in names}
         parts = [self.prior.penalty(gap, self.scale(n, seen), self.s(n, seen)) for n, gap in gaps.items()]
