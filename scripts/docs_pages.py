@@ -22,6 +22,7 @@ from torch import nn
 import fedloom as fl
 from fedloom import tasks
 from fedloom.cli.listing import form, option_rows
+from fedloom.engines.choose_device import choose_device
 from fedloom.network import inspect_model
 from fedloom.network.bound_method import bind
 from fedloom.runs import config_file as config
@@ -264,7 +265,8 @@ def refusal(text: str) -> str | None:
         try:
             method: fl.Method | None = fl.method(text)
             while method is not None:
-                model = inspect_model.build(net(), torch.zeros(2, 6), task="classification")
+                cpu = choose_device("cpu", "fp32")
+                model = inspect_model.build(net(), torch.zeros(2, 6), task="classification", device=cpu)
                 bind(method, model, tasks.named("classification"))
                 method = None if method.then is None else method.then[1]
         except fl.UserError as error:

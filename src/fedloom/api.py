@@ -16,7 +16,8 @@ from fedloom.clients.lazy_clients import Judges, Sites
 from fedloom.clients.messages import Site, Work
 from fedloom.data import ClientData, Federation, concatenate
 from fedloom.data.augment import Augmentation, augment_table, augmentation
-from fedloom.engines import Engine, LoopEngine, choose_device, distributed
+from fedloom.engines import Engine, LoopEngine, distributed
+from fedloom.engines.choose_device import choose_device, use_deterministic_kernels, use_tf32
 from fedloom.engines.distributed import DistributedEngine
 from fedloom.engines.vectorised import VectorisedEngine
 from fedloom.errors import UserError
@@ -29,8 +30,9 @@ from fedloom.rounds.modes import CLOUD, POOL, Hybrid, Mixing
 from fedloom.rounds.run import Record, Run
 from fedloom.rounds.sampling import Participation
 from fedloom.rounds.session import Session
-from fedloom.runs import choose_engine, config_file, manifest, problem
+from fedloom.runs import config_file, manifest, problem
 from fedloom.runs import loggers as logging
+from fedloom.runs.choose_engine import choose_engine
 from fedloom.runs.loading import load_run
 from fedloom.runs.model_files import fingerprint, model_files, rows_fingerprint
 from fedloom.runs.options import Settings
@@ -163,21 +165,20 @@ def fit(
     if ranks is not None:
         ranks.ended(False)
     first = ranks is None or ranks.first
-    where = choose_device.device_of(device)
+    target = choose_device(device, precision)
+    where = target.torch_device
     federation, data_table, judging = _data(data, judging, seed)
     made, model_table = _model(model, federation, goal, head)
     names = unseen_clients.held_out(federation, judging.holdout, seed)
     there = federation.subset([i for i in federation.ids if i not in names]) if names else federation
     if mixing is not None:
         there = problem.with_cloud(there, mixing, seed)
-    net = problem.make_network(
-        made, federation, goal, seed=seed, head=model_table.get("head"), device=where, precision=precision
-    )
+    net = problem.make_network(made, federation, goal, seed=seed, head=model_table.get("head"), device=target)
     state = _run(chosen, net, goal, there, settings, sgd, where)
     state.work = replace(state.work, augment=changes)
     saved = _saved_plan(out, resume) if first else None
     saved = saved if ranks is None else ranks.agree(saved)
-    state.engine, plan = choose_engine.resolve(
+    state.engine, plan = choose_engine(
         state, engine, workers=settings.workers, head=model_table.get("head"), saved=saved
     )
     state.participation, state.moments = asking, tuple(m for m in ("before", "after") if m in judging.moments)
@@ -229,8 +230,8 @@ def fit(
                 folder.check_same(full)
             return load_run(Path(str(out)), model=made)
         with (
-            choose_device.exact(where, settings.deterministic),
-            choose_device.products(where, precision),
+            use_deterministic_kernels(target, settings.deterministic),
+            use_tf32(target),
             torch.inference_mode(False),
             torch.enable_grad(),
         ):

@@ -1,4 +1,4 @@
-"""Questions about the device, and copies between host and device.
+"""The device of a run, questions about devices, and copies between host and device.
 
 The host waits for the device where it reads a value: :func:`read_scalars`, :func:`synchronise`.
 """
@@ -6,9 +6,32 @@ The host waits for the device where it reads a value: :func:`read_scalars`, :fun
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """A device and a precision, which a network is built for.
+
+    Only :func:`fedloom.engines.choose_device.choose_device` creates one. So the kernels of a device
+    are registered before any network is built for it.
+
+    Args:
+        torch_device: where tensors are stored.
+        precision: ``"fp32"``, ``"tf32"``, ``"bf16"`` or ``"fp64"``.
+        dtype: floating type of weights and inputs.
+        autocast: floating type of products under autocast; None: no autocast.
+        has_gpu_package: whether :mod:`fedloom.gpu` is loaded for the device.
+    """
+
+    torch_device: torch.device
+    precision: str
+    dtype: torch.dtype
+    autocast: torch.dtype | None
+    has_gpu_package: bool
 
 
 def device_kind(device: torch.device) -> str:

@@ -127,7 +127,7 @@ def test_jobs_go_by_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("told", "expected"), [("3", 3), ("0", 1), ("", None), ("many", None)])
 def test_a_run_may_be_told_its_processors(monkeypatch: pytest.MonkeyPatch, told: str, expected: int | None) -> None:
     monkeypatch.setenv("FEDLOOM_CPUS", told)
-    assert choose_engine.processors() == (os.cpu_count() if expected is None else expected)
+    assert choose_engine.cpus_per_process() == (os.cpu_count() if expected is None else expected)
 
 
 def test_methods_from_text_and_objects() -> None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import fedloom as fl
 from fedloom.clients import batches
+from fedloom.engines.choose_device import choose_device
 from fedloom.network import functional, inspect_model
 from fedloom.ops import forward_context
 from fedloom.runs.problem import make_module
@@ -21,10 +22,11 @@ from fedloom.spec.parts import Phase, Sampler
 from tests.helpers import bn_mlp, federation, fit, gap, identical, mlp, own, shared
 
 
-def build(module: nn.Module, sample: Tensor | None = None, **options: object) -> functional.Network:
-    return inspect_model.build(
-        module, torch.zeros(2, 6) if sample is None else sample, task="classification", **options
-    )  # type: ignore[arg-type]
+def build(
+    module: nn.Module, sample: Tensor | None = None, *, precision: str = "fp32", head: str | None = None
+) -> functional.Network:
+    x, device = torch.zeros(2, 6) if sample is None else sample, choose_device("cpu", precision)
+    return inspect_model.build(module, x, task="classification", device=device, head=head)
 
 
 class Branches(nn.Module):
@@ -96,7 +98,7 @@ def test_forward_at_other_leaves_equals_the_module() -> None:
     original, x = bn_mlp()().double(), torch.randn(5, 6, dtype=torch.float64)
     for mode in (True, False):
         module = copy.deepcopy(original)
-        net = build(module, dtype=torch.float64)
+        net = build(module, precision="fp64")
         leaves = {k: v.clone() for k, v in net.start.items()}
         out = net(leaves, x, forward_context.Frame(), train=mode)
         module.train(mode)
@@ -106,7 +108,7 @@ def test_forward_at_other_leaves_equals_the_module() -> None:
 
 
 def test_masked_batch_norm_equals_plain_on_the_real_rows() -> None:
-    net = build(bn_mlp()(), dtype=torch.float64)
+    net = build(bn_mlp()(), precision="fp64")
     x = torch.randn(5, 6, dtype=torch.float64)
     padded = torch.cat([x, torch.full((3, 6), 7.0, dtype=torch.float64)])
     mask = torch.tensor([1.0] * 5 + [0.0] * 3)

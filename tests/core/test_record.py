@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import fedloom as fl
+from fedloom.engines.choose_device import choose_device
 from fedloom.network import inspect_model
 from fedloom.network.bound_method import bind
 from fedloom.spec.method import Plugin
@@ -26,7 +27,7 @@ def bound(method: str | fl.Method, make=None):  # type: ignore[no-untyped-def]
     module = (make or bn_mlp())()
     return bind(
         fl.method(method),
-        inspect_model.build(module, torch.zeros(2, 6), task="classification"),
+        inspect_model.build(module, torch.zeros(2, 6), task="classification", device=choose_device("cpu", "fp32")),
         TASKS["classification"],
     )
 

@@ -10,6 +10,7 @@ from torch import nn
 
 import fedloom as fl
 from fedloom import tasks
+from fedloom.engines.choose_device import choose_device
 from fedloom.network import inspect_model
 from fedloom.network.bound_method import bind
 from fedloom.spec.view import View
@@ -23,7 +24,7 @@ def test_a_fixed_view_has_no_gradient() -> None:
         warnings.simplefilter("ignore", UserWarning)
         bound = bind(
             fl.method("fedavg"),
-            inspect_model.build(model, torch.zeros(2, 4), task="classification"),
+            inspect_model.build(model, torch.zeros(2, 4), task="classification", device=choose_device("cpu", "fp32")),
             tasks.named("classification"),
         )
     none: Any = None

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import fedloom as fl
+from fedloom.engines.choose_device import choose_device
 from fedloom.network import functional, inspect_model
 from tests.helpers import federation, fit, run_of
 
@@ -37,14 +38,15 @@ def plain() -> nn.Module:
     )
 
 
-def made(model: nn.Module, dtype: torch.dtype = torch.float32) -> functional.Network:
-    return inspect_model.build(model, torch.zeros(2, 3, 8, 8), task="classification", dtype=dtype)
+def made(model: nn.Module, precision: str = "fp32") -> functional.Network:
+    device = choose_device("cpu", precision)
+    return inspect_model.build(model, torch.zeros(2, 3, 8, 8), task="classification", device=device)
 
 
 def test_which_models_do() -> None:
     assert made(plain()).channels_last
     assert not made(Viewing()).channels_last
-    assert not made(plain(), torch.float64).channels_last
+    assert not made(plain(), "fp64").channels_last
     assert not made(nn.Sequential(nn.Flatten(), nn.Linear(192, 3))).channels_last
 
 

@@ -22,8 +22,11 @@ from fedloom.engines import LoopEngine
 from fedloom.engines.processes import WorkersEngine
 from fedloom.engines.vectorised import VectorisedEngine, compiled
 from fedloom.engines.vectorised.arrangement import ManyClients
+from fedloom.network import inspect_model
+from fedloom.network.bound_method import Bound
+from fedloom.network.functional import Network
 from fedloom.runs import choose_engine
-from fedloom.runs.choose_engine import choose, planned_steps, resolve, step_flops
+from fedloom.runs.choose_engine import choose_plan, planned_steps, step_flops
 from fedloom.runs.probe import probe
 from fedloom.spec.parts import Term
 from tests.helpers import bn_mlp, everything, federation, fit, gap, identical, mlp, run_of, small_cnn
@@ -37,18 +40,18 @@ def structure(model: Any, shape: tuple[int, ...] = (6,)) -> Any:
 
 def test_the_rule_is_a_function_of_its_arguments() -> None:
     dense, conv = structure(mlp()), structure(small_cnn(), (1, 6, 6))
-    assert choose(dense, "cpu", 10, 32, 1000, 2).engine == "vectorised"
-    assert choose(dense, "cpu", 10, 32, 1000, 2).step == "auto"
-    assert choose(dense, "cpu", 10, 32, 50_000, 2).step == "compiled"
-    assert choose(dense, "cpu", 10, 32, 10, 2).engine == "loop"
-    assert choose(dense, "cpu", 1, 32, 50_000, 2).engine == "loop"
-    assert choose(conv, "cuda", 10, 32, 10, 2).engine == "vectorised"
-    assert choose(conv, "cuda", 1, 32, 10, 2).engine == "vectorised"
-    long = choose(conv, "cpu", 10, 64, 10**7, 2)
+    assert choose_plan(dense, "cpu", 10, 32, 1000, 2).engine == "vectorised"
+    assert choose_plan(dense, "cpu", 10, 32, 1000, 2).step == "auto"
+    assert choose_plan(dense, "cpu", 10, 32, 50_000, 2).step == "compiled"
+    assert choose_plan(dense, "cpu", 10, 32, 10, 2).engine == "loop"
+    assert choose_plan(dense, "cpu", 1, 32, 50_000, 2).engine == "loop"
+    assert choose_plan(conv, "cuda", 10, 32, 10, 2).engine == "vectorised"
+    assert choose_plan(conv, "cuda", 1, 32, 10, 2).engine == "vectorised"
+    long = choose_plan(conv, "cpu", 10, 64, 10**7, 2)
     assert (long.engine, long.workers, long.single) == ("loop", 2, True)
-    assert choose(conv, "cpu", 10, 64, 10**7, 1).workers == 0
-    assert choose(conv, "cpu", 10, 64, 10, 2).workers == 0
-    assert choose(conv, "cpu", 10, 64, 10**7, 2) == choose(conv, "cpu", 10, 64, 10**7, 2)
+    assert choose_plan(conv, "cpu", 10, 64, 10**7, 1).workers == 0
+    assert choose_plan(conv, "cpu", 10, 64, 10, 2).workers == 0
+    assert choose_plan(conv, "cpu", 10, 64, 10**7, 2) == choose_plan(conv, "cpu", 10, 64, 10**7, 2)
 
 
 def test_arithmetic_of_a_step() -> None:
@@ -254,7 +257,7 @@ def _alive(pid: int) -> bool:
 def test_an_engine_of_ones_own_is_taken_as_it_is() -> None:
     engine = VectorisedEngine()
     run = run_of(fit("fedavg", mlp(), federation(), rounds=1))
-    assert resolve(run, engine)[0] is engine
+    assert choose_engine.choose_engine(run, engine)[0] is engine
 
 
 def test_long_runs_of_small_networks_are_compiled_and_the_record_says_so(
@@ -329,13 +332,12 @@ def test_a_backward_pass_that_fails_in_the_first_step_hands_over_to_the_loop(tmp
     assert run_of(result).engine.facts()["engine"] == "loop"
     assert identical(everything(fit("fedavg", FailsLater, data, **options)), everything(result))
     run = run_of(result)
-    assert isinstance(resolve(run, "auto", saved=written)[0], LoopEngine), "a run that goes on tries again"
+    engine, _ = choose_engine.choose_engine(run, "auto", saved=written)
+    assert isinstance(engine, LoopEngine), "a run that goes on tries again"
 
 
-@pytest.mark.parametrize("method", ["fedavg + lag(k=1)", "scaffold", "moon"])
-def test_a_step_that_fails_in_the_second_wave_of_a_later_round_changes_no_numbers(
-    method: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def fail_in_the_second_wave_of_round_two(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Let a wave of round 2 fail after its steps. Returns a list of the rounds of all waves."""
     waves, play = list[int](), ClientRunner.run
 
     def run(self: ClientRunner, program: Any) -> None:
@@ -346,6 +348,38 @@ def test_a_step_that_fails_in_the_second_wave_of_a_later_round_changes_no_number
                 raise RuntimeError("late trouble")
 
     monkeypatch.setattr(ClientRunner, "run", run)
+    return waves
+
+
+def test_fallback_in_a_later_round_keeps_the_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    fail_in_the_second_wave_of_round_two(monkeypatch)
+    build, run_cohort = inspect_model.build, LoopEngine.run_cohort
+    built, used = list[Network](), list[Network]()
+
+    def recorded_build(*args: Any, **options: Any) -> Network:
+        built.append(build(*args, **options))
+        return built[-1]
+
+    def recorded_cohort(self: LoopEngine, bound: Bound, *args: Any) -> Any:
+        used.append(bound.network)
+        return run_cohort(self, bound, *args)
+
+    monkeypatch.setattr(inspect_model, "build", recorded_build)
+    monkeypatch.setattr(LoopEngine, "run_cohort", recorded_cohort)
+    engine = VectorisedEngine(step="mapped", wave=2, otherwise=choose_engine._take_over)
+    options = {"rounds": 3, "cohort": 4, "evaluate": {"every": 0}}
+    result = fit("fedavg", small_cnn(), federation((9, 14, 5, 8), (1, 6, 6)), engine=engine, **options)
+    assert isinstance(engine.instead, LoopEngine)
+    assert len(built) == 1
+    assert used
+    assert all(network is built[0] for network in (*used, run_of(result).bound.network))
+
+
+@pytest.mark.parametrize("method", ["fedavg + lag(k=1)", "scaffold", "moon"])
+def test_a_step_that_fails_in_the_second_wave_of_a_later_round_changes_no_numbers(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waves = fail_in_the_second_wave_of_round_two(monkeypatch)
     data, options = federation((9, 14, 5, 8)), {"rounds": 3, "cohort": 4, "evaluate": {"every": 0}}
     engine = VectorisedEngine(step="mapped", wave=2, otherwise=choose_engine._take_over)
     side = fit(method, mlp(), data, engine=engine, **options)

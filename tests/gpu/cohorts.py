@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fedloom.engines.choose_device import choose_device
 from fedloom.network import functional, inspect_model
 from fedloom.ops import forward_context
 from fedloom.tensors import Leaves
@@ -18,10 +19,9 @@ from fedloom.gpu import fuse_layers
 class Cohort:
     """Two clients of a network; a call returns outputs, features, gradients and buffers of a training pass."""
 
-    def __init__(self, module: nn.Module, *, dtype: torch.dtype = torch.float64) -> None:
-        self.net = inspect_model.build(
-            module, random(2, 3, 8, 10).detach(), task="classify", dtype=dtype, device=DEVICE
-        )
+    def __init__(self, module: nn.Module, *, precision: str = "fp64") -> None:
+        x, device = random(2, 3, 8, 10).detach(), choose_device(DEVICE, precision)
+        self.net = inspect_model.build(module, x, task="classify", device=device)
 
     def __call__(
         self, wanted: str = "", *, mask: bool = True, train: bool = True, still: str = ""

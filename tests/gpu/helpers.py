@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from fedloom.engines.choose_device import choose_device
 from fedloom.ops import dispatch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -19,7 +20,7 @@ kernels = pytest.mark.skipif(
     not find_spec("triton") or (DEVICE == "cpu" and not dispatch.INTERPRETED),
     reason="needs triton and a CUDA device, or TRITON_INTERPRET=1",
 )
-dispatch.prepare_for(torch.device(DEVICE))
+choose_device(DEVICE, "fp32")  # registers the kernels
 TF32 = 4e-3
 """Relative error of products of numbers with a mantissa of 10 bits."""
 

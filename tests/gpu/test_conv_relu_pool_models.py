@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fedloom as fl
+from fedloom.engines.choose_device import choose_device
 from fedloom.engines.vectorised import VectorisedEngine
 from fedloom.network import inspect_model
 from tests.gpu.helpers import DEVICE, TF32, coarse, kernels, numbers
@@ -51,7 +52,7 @@ def test_which_layers_are_fused(calls: list[tuple[str, bool, object]], monkeypat
     torch.manual_seed(0)
     body = nn.Conv2d(3, 5, 3, padding=1), nn.Identity(), nn.ReLU(), nn.MaxPool2d(2)
     net = nn.Sequential(*body, nn.Conv2d(5, 4, 3), nn.ReLU6(), nn.MaxPool2d((1, 2)), nn.Flatten(), nn.Linear(16, 2))
-    built = inspect_model.build(net, numbers(2, 3, 8, 14), task="classification", device=DEVICE)
+    built = inspect_model.build(net, numbers(2, 3, 8, 14), task="classification", device=choose_device(DEVICE, "fp32"))
     x, leaves = numbers(2, 7, 3, 8, 14), {n: v.to(DEVICE) for n, v in built.start.items()}
 
     def made(wanted: str, own: bool, gradient: bool) -> list[Tensor]:
@@ -95,7 +96,7 @@ class RecordedCasts(TorchDispatchMode):
 def test_filters_are_cast_once() -> None:
     """Also those of a layer that is not fused."""
     net = coarse_model(nn.Conv2d(6, 4, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(16, 2))
-    built = inspect_model.build(net, numbers(2, 3, 8, 10), task="classification", device=DEVICE)
+    built = inspect_model.build(net, numbers(2, 3, 8, 10), task="classification", device=choose_device(DEVICE, "fp32"))
     built.autocast = torch.float16
     mine = {n: torch.stack([v, v]).to(DEVICE).requires_grad_() for n, v in built.start.items()}
     with RecordedCasts() as casts:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import importlib
 import importlib.util
 import json
 import os
@@ -17,6 +16,7 @@ import pytest
 import torch
 
 import fedloom as fl
+from fedloom.engines import choose_device
 from fedloom.ops import dispatch
 
 PACKAGE = Path(fl.__file__).parent
@@ -46,8 +46,10 @@ def sums(method, engine):
 
 found = {f"{engine} {method}": sums(method, engine) for engine in ("loop", "vectorised") for method in METHODS}
 loaded = "fedloom.gpu" in sys.modules
+from fedloom.engines.choose_device import choose_device
 from fedloom.engines.vectorised import VectorisedEngine
-captures = VectorisedEngine()._captured_steps(torch.device("cuda")) is not None
+torch.cuda.is_available = lambda: True
+captures = VectorisedEngine()._captured_steps(choose_device("cuda", "fp32")) is not None
 print(json.dumps([fl.__file__, loaded, captures, found]))
 """
 
@@ -116,9 +118,33 @@ def test_plain_form_computes_what_the_implementation_does_not_support(monkeypatc
 
 @pytest.mark.parametrize("missing", ["fedloom.gpu", "triton"])
 def test_kernels_are_not_loaded_without_their_package_or_triton(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    loaded: list[str] = []
-    monkeypatch.setattr(dispatch, "_faster", {})
-    monkeypatch.setattr(importlib, "import_module", loaded.append)
+    monkeypatch.setattr(choose_device, "load", lambda name: pytest.fail(f"loads {name}"))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == missing else object())
-    dispatch.prepare_for(torch.device("cuda"))
-    assert not loaded
+    load_gpu_package = choose_device._load_gpu_package.__wrapped__  # without the cache
+    assert load_gpu_package() == (missing != "fedloom.gpu")
+
+
+@pytest.mark.parametrize(
+    ("name", "interpreted", "loads"), [("cpu", False, False), ("cpu", True, True), ("cuda", False, True)]
+)
+def test_gpu_package_is_loaded_for_cuda_and_the_interpreter(
+    name: str, interpreted: bool, loads: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[bool] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(dispatch, "INTERPRETED", interpreted)
+    monkeypatch.setattr(choose_device, "_load_gpu_package", lambda: calls.append(True) or True)
+    device = choose_device.choose_device(name, "bf16")
+    assert (device.torch_device, device.has_gpu_package) == (torch.device(name), loads)
+    assert (device.dtype, device.autocast) == (torch.float32, torch.bfloat16)
+    assert len(calls) == loads
+
+
+def test_only_choose_device_creates_a_device() -> None:
+    """A network needs a ``Device``, so none is built before the kernels of its device are registered."""
+    places = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] == "Device":
+                places.append(path.relative_to(PACKAGE).as_posix())
+    assert places == ["engines/choose_device.py"]

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import fedloom as fl
+from fedloom.engines.choose_device import choose_device
 from fedloom.engines.vectorised import VectorisedEngine, waves
 from fedloom.network.inspect_model import build
 from fedloom.ops import similarity
@@ -284,7 +285,8 @@ def test_round_records_kappa_and_the_spread_of_similarities() -> None:
 
 
 def block_names(model: nn.Module, shape: Sequence[int]) -> list[str]:
-    return [t.name for t in blocks(build(model, torch.zeros(2, *shape), task="classification").structure)]
+    net = build(model, torch.zeros(2, *shape), task="classification", device=choose_device("cpu", "fp32"))
+    return [t.name for t in blocks(net.structure)]
 
 
 def test_blocks() -> None:

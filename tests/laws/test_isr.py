@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import fedloom as fl
 from fedloom import tasks
+from fedloom.engines.choose_device import choose_device
 from fedloom.network import inspect_model
 from fedloom.network.bound_method import Bound, bind
 from fedloom.runs.tap_report import costs, information
@@ -39,11 +40,11 @@ def deep(depth: int = 4) -> Callable[[], nn.Module]:
 
 
 def structure_of(model: nn.Module, shape: tuple[int, ...], task: str = "classification") -> Structure:
-    return inspect_model.build(model, torch.zeros(2, *shape), task=task).structure
+    return inspect_model.build(model, torch.zeros(2, *shape), task=task, device=choose_device("cpu", "fp32")).structure
 
 
 def bound_of(method: str, model: nn.Module, shape: tuple[int, ...], task: str = "classification") -> Bound:
-    net = inspect_model.build(model, torch.zeros(2, *shape), task=task, dtype=torch.float64)
+    net = inspect_model.build(model, torch.zeros(2, *shape), task=task, device=choose_device("cpu", "fp64"))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         return bind(fl.method(method), net, tasks.named(task))

@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from typing import Any
+
+
+def is_installed(name: str) -> bool:
+    """Return whether the package ``fedloom.<name>`` exists. Does not import it."""
+    return importlib.util.find_spec(f"fedloom.{name}") is not None
 
 
 def load(name: str) -> Any:

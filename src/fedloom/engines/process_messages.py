@@ -16,6 +16,7 @@ from fedloom import tasks
 from fedloom.data import Rows
 from fedloom.data.augment import Augment
 from fedloom.engines.base import Problem
+from fedloom.engines.choose_device import choose_device
 from fedloom.network import inspect_model
 from fedloom.network.bound_method import Bound, bind
 from fedloom.spec import text_form
@@ -128,8 +129,7 @@ def parcel(run: Problem, head: str | None) -> Parcel:
         "task": task.name,
         "head": head,
         "seed": run.work.seed,
-        "dtype": str(net.structure.dtype).removeprefix("torch."),
-        "autocast": net.autocast is not None,
+        "precision": net.device.precision,
         "module": net.as_module(net.start),
         "training": sorted(i.name for i in net.structure.leaves if i.trainable),
     }
@@ -166,11 +166,10 @@ def opened(parts: dict[str, Any]) -> tuple[list[Bound], str]:
         module,
         rows.x,
         task=task.name,
+        device=choose_device("cpu", parts["precision"]),
         head=parts["head"],
-        dtype=getattr(torch, parts["dtype"]),
         scale=parts["scale"],
     )
-    net.autocast = torch.bfloat16 if parts["autocast"] else None
     method: Method | None = text_form.method(parts["method"])
     bounds = []
     while method is not None:

@@ -11,7 +11,7 @@ from typing import Any
 from flwr.app import Context, RecordDict
 from flwr.serverapp import Grid
 
-from fedloom.engines import choose_device
+from fedloom.engines.choose_device import choose_device
 from fedloom.errors import UserError
 from fedloom.flower.error_codes import Code, Refusal
 from fedloom.flower.experiment import Experiment, digest
@@ -33,7 +33,7 @@ def workshop(config: SiteConfig, text: str, only: set[str] | None = None) -> Wor
     try:
         plan = Experiment.parse(text)
         _check(config, plan, text)
-        device = choose_device.device_of(config.device)
+        device = choose_device(config.device, plan.precision)
         runs = {k: v for k, v in plan.runs().items() if only is None or k in only}
         bounds = {key: plan.bounds(method, seed, device) for key, (method, seed) in runs.items()}
     except UserError as error:
@@ -41,12 +41,16 @@ def workshop(config: SiteConfig, text: str, only: set[str] | None = None) -> Wor
     try:
         rows = {seed: load_rows(plan, config, seed) for seed in {s for _, s in runs.values()}}
         benches = {
-            key: Bench(bounds[key], plan.work(seed), plan.site(rows[seed], bounds[key][0].structure.outputs, device))
+            key: Bench(
+                bounds[key],
+                plan.work(seed),
+                plan.site(rows[seed], bounds[key][0].structure.outputs, device.torch_device),
+            )
             for key, (_, seed) in runs.items()
         }
     except UserError as error:
         raise Refusal(Code.DATA, str(error)) from None
-    return Workshop(config.site, benches, SiteStore(config.store, device), config.share_rows, secret=True)
+    return Workshop(config.site, benches, SiteStore(config.store, device.torch_device), config.share_rows, secret=True)
 
 
 def _check(config: SiteConfig, plan: Experiment, text: str) -> None:

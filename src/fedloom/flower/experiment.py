@@ -15,6 +15,7 @@ from fedloom import tasks
 from fedloom.clients.messages import Site, Work
 from fedloom.data import ClientData, Federation, Rows, Scale
 from fedloom.data.augment import Augmentation, augmentation
+from fedloom.devices import Device
 from fedloom.errors import UserError
 from fedloom.network.bound_method import Bound
 from fedloom.rounds.modes import Mixing
@@ -184,16 +185,14 @@ class Experiment:
         scale = Scale(form.mean, form.std) if form.mean else None
         return Federation((client or ClientData("zeros", self.rows()),), None, self.name, form.classes or None, scale)
 
-    def bounds(self, method: str, seed: int, device: torch.device) -> dict[int, Bound]:
+    def bounds(self, method: str, seed: int, device: Device) -> dict[int, Bound]:
         """A method bound to the model, by the round after which it takes over."""
         task, form = tasks.named(self.task), self.form()
         if task.classes and not form.classes:
             raise UserError(f"task {self.task!r}: list the names of the classes as inputs.classes, in order")
         zeros = self.federation()
         make, _ = config_file.model_of(self.model, zeros, task)
-        net = problem.make_network(
-            make, zeros, task, seed=seed, head=self.head, device=device, precision=self.precision
-        )
+        net = problem.make_network(make, zeros, task, seed=seed, head=self.head, device=device)
         return problem.bind_all(text_form.method(method), net, task, seed)
 
     def work(self, seed: int) -> Work:

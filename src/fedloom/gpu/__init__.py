@@ -1,6 +1,5 @@
 """The optional code for CUDA: Triton kernels, captured steps, prefetched batches.
 
-:mod:`fedloom.ops.dispatch` loads the kernels when a network is built for CUDA and triton is
-installed. The vectorised engine loads :mod:`fedloom.gpu.captured_steps`. No core package imports
-this one.
+:func:`fedloom.engines.choose_device.choose_device` loads the package for CUDA, before a network is
+built. No other package imports it.
 """

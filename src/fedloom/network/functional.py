@@ -24,6 +24,7 @@ class Network:
 
     module: nn.Module
     structure: Structure
+    device: devices.Device
     scale: tuple[Tensor, Tensor] | None = None
     autocast: torch.dtype | None = None
     start: Leaves = field(default_factory=dict)

@@ -15,7 +15,7 @@ from fedloom import devices, rng
 from fedloom.errors import UserError
 from fedloom.network import layers, memory_format, replace_layers
 from fedloom.network.functional import Network, _tensor_of
-from fedloom.ops import dispatch, forward_context
+from fedloom.ops import forward_context
 from fedloom.spec.structure import Call, LeafInfo, Structure
 from fedloom.tensors import Inputs
 from fedloom.torch_internals import registries
@@ -26,9 +26,8 @@ def build(
     sample: Inputs,
     *,
     task: str,
+    device: devices.Device,
     head: str | None = None,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | str = "cpu",
     scale: tuple[Tensor, Tensor] | None = None,
 ) -> Network:
     """Makes a network of a copy of ``module``; one forward pass over ``sample`` tells its structure.
@@ -37,9 +36,8 @@ def build(
         module: any module; it is copied.
         sample: a few rows of input.
         task: name of the task.
+        device: device and precision of the network.
         head: pattern of the head's leaves; None to find it.
-        dtype: floating type of the run.
-        device: where leaves live.
         scale: mean and standard deviation for byte inputs.
 
     Returns:
@@ -47,11 +45,10 @@ def build(
     """
     frozen = {n for n, p in module.named_parameters() if not p.requires_grad}
     with rng.torch_generator():
-        module = copy.deepcopy(module).to(device=device, dtype=dtype)
-    dispatch.prepare_for(torch.device(device))
+        module = copy.deepcopy(module).to(device=device.torch_device, dtype=device.dtype)
     replace_layers.prepare(module)
-    unknown = Structure((), (), None, None, 0, task, dtype=dtype)
-    network = Network(module, unknown, scale)
+    unknown = Structure((), (), None, None, 0, task, dtype=device.dtype)
+    network = Network(module, unknown, device, scale)
     prepared = network.prepared(sample)
     calls, output, heads = _trace(module, prepared, network)
     names = dict(module.named_modules())
@@ -67,7 +64,7 @@ def build(
         task=task,
         tap_points=tuple(getattr(module, "tap_points", ())),
         blocks=tuple(getattr(module, "blocks", ())) if _all_text(getattr(module, "blocks", ())) else (),
-        dtype=dtype,
+        dtype=device.dtype,
         inputs=sample.shape[1:] if isinstance(sample, Tensor) else None,
     )
     network._places = _find_places(module, network.structure)
@@ -77,6 +74,7 @@ def build(
     network.start = {leaf.name: state[leaf.name].detach().clone() for leaf in network.structure.leaves}
     network.channels_last = _runs_channels_last(network, sample)
     network._load(network.start)
+    network.autocast = device.autocast  # the structure and its memory format do not depend on it
     return network
 
 

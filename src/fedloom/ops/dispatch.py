@@ -1,26 +1,21 @@
 """Dispatch of operators to faster implementations. No other module looks one up.
 
-``@operator`` decorates the plain form of an operator: readers read it, CPUs compute it, tests compare with it. ``fedloom.gpu.register``
-registers the faster implementations by name when a network is built for a device with kernels. An implementation returns None for
-arguments that it does not support; then the plain form computes the result. Implementations do not support the tensors of
-a trace.
+``@operator`` decorates the plain form of an operator: readers read it, CPUs compute it, tests
+compare with it. :func:`register` adds faster implementations. An implementation returns None for
+arguments that it does not support; then the plain form computes the result. Implementations do not
+support the tensors of a trace.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from collections.abc import Callable
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
-import torch
-
 P = ParamSpec("P")
 R = TypeVar("R")
 
-KERNELS = "fedloom.gpu"
-"""The package of faster implementations. It is optional and needs triton."""
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Triton's switch: the kernels run in an interpreter on a CPU, slowly, for tests and debugging."""
 
@@ -52,11 +47,3 @@ def register(*implementations: Callable[..., Any]) -> None:
     unknown = names.keys() - _plain.keys()
     assert not unknown, f"no operators: {', '.join(sorted(unknown))}"
     _faster.update(names)
-
-
-def prepare_for(device: torch.device) -> None:
-    """Register the implementations of :data:`KERNELS` for CUDA, if the package and triton are installed."""
-    if _faster or not (device.type == "cuda" or INTERPRETED):
-        return
-    if all(importlib.util.find_spec(name) is not None for name in (KERNELS, "triton")):
-        importlib.import_module(f"{KERNELS}.register").register()

@@ -1,10 +1,10 @@
-"""Which engine runs, how wide and how compiled: resolved once before round one, never by a clock or by free memory."""
+"""The choice of the engine, once before round one. Neither clocks nor free memory change it."""
 
 from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -21,17 +21,6 @@ from fedloom.spec.structure import Structure
 
 if TYPE_CHECKING:
     from fedloom.rounds.run import Run
-
-
-def make_engine(name: str | Engine) -> Engine:
-    """The engine of a name; an engine is returned as it is."""
-    if not isinstance(name, str):
-        return name
-    if name == "vectorised":
-        return VectorisedEngine()
-    if name not in ("auto", "loop"):
-        raise UserError(f"engine={name!r}: expected auto, loop or vectorised")
-    return LoopEngine()
 
 
 DENSE_FLOPS = 2e7
@@ -84,16 +73,16 @@ def step_flops(structure: Structure, rows: int) -> float:
     return 6.0 * rows * total
 
 
-def choose(structure: Structure, device: str, cohort: int, rows: int, steps: int, cpus: int) -> EnginePlan:
-    """The plan of ``engine="auto"``: a pure function of its arguments.
+def choose_plan(structure: Structure, device: str, cohort: int, rows: int, steps: int, cpus: int) -> EnginePlan:
+    """Choose the plan of ``engine="auto"``. Depends on the arguments only.
 
     Args:
-        structure: the model's.
-        device: kind of device.
+        structure: the structure of the model.
+        device: kind of device, for example ``"cuda"``.
         cohort: clients in a round.
         rows: rows of a batch.
         steps: steps of the longest client in the whole run.
-        cpus: processors.
+        cpus: number of CPUs.
     """
     if device == "cuda":
         why = "many clients at once" if cohort > 1 else "captured steps"
@@ -127,7 +116,7 @@ def planned_steps(run: Run) -> int:
     return rounds * max(1, total)
 
 
-def resolve(
+def choose_engine(
     run: Run,
     engine: str | Engine = "auto",
     *,
@@ -135,17 +124,28 @@ def resolve(
     head: str | None = None,
     saved: Mapping[str, Any] | None = None,
 ) -> tuple[Engine, EnginePlan]:
-    """The engine of a run, and the plan to be recorded.
+    """Choose the engine of a run and the plan for its record.
+
+    The second of the two steps of construction, after
+    :func:`fedloom.engines.choose_device.choose_device`. It needs the network: it counts the
+    network's operations, and the probe trains a few rows on the loop engine and on the vectorised
+    engine and compares them. If the probe fails, or a later step of the vectorised engine, then the
+    loop engine runs the same network. It is never rebuilt: for one client, the layers that replace
+    torch's compute what torch's layers compute.
 
     Args:
         run: a run before round one.
-        engine: ``"auto"``, ``"loop"``, ``"vectorised"``, ``"flower"``, or an engine, which is returned as it is.
-        workers: processes of the loop engine; 0 for none (or, with ``"auto"``, for the rule's number).
-        head: the pattern of the head's leaves that the run was given.
-        saved: the record of the plan of a run that goes on, which is then used as it is.
+        engine: ``"auto"``, ``"loop"``, ``"vectorised"``, ``"flower"``, or an engine, which is used.
+        workers: processes of the loop engine; 0: none, or with ``"auto"`` the number of the plan.
+        head: the pattern of the head's leaves that the user passed.
+        saved: the recorded plan of a run that resumes, which is used again.
+
+    Returns:
+        The engine and the plan.
 
     Raises:
-        NotVectorisable: ``"vectorised"`` was asked for by name, and the model or the method cannot be.
+        NotVectorisable: the user named ``"vectorised"``, and the model or the method does not
+            support it.
     """
     if not isinstance(engine, str):
         return engine, EnginePlan(engine="loop", why=f"an engine of one's own: {getattr(engine, 'name', '')}")
@@ -154,48 +154,55 @@ def resolve(
     if engine == "flower":
         why = "every client a site in this process, through Flower's messages"
         return load("flower").LocalEngine(), EnginePlan(engine="loop", why=why)
+    strict = engine == "vectorised"
     if saved is not None:
-        return _again(run, EnginePlan(**saved), head, asked=engine == "vectorised")
-    if workers and engine == "vectorised":
+        plan = EnginePlan(**saved)
+        return _build_engine(run, plan, head, strict=strict), plan
+    if workers and strict:
         raise UserError(f"workers={workers} is an option of engine='loop'; the vectorised engine has none")
-    device = devices.device_kind(next(iter(run.state.leaves.values())).device)
+    device = devices.device_kind(run.bound.network.device.torch_device)
     if workers and device != "cpu":
         raise UserError(f"workers={workers}: worker processes compute on the CPU; use device='cpu' or workers=0")
     rows = max(run.roster.rows)
     batch = rows if run.work.batch_size == "full" else min(rows, int(run.work.batch_size))
     if engine == "auto" and not workers:
-        plan = choose(run.bound.structure, device, run.size, batch, planned_steps(run), processors())
-    elif engine == "vectorised":
+        steps = planned_steps(run)
+        plan = choose_plan(run.bound.structure, device, run.size, batch, steps, cpus_per_process())
+    elif strict:
         plan = EnginePlan(engine="vectorised", why="asked for")
     else:
         plan = EnginePlan(engine="loop", workers=workers, single=workers > 0, why="asked for")
     if plan.engine == "vectorised":
-        return _vectorised(run, plan, rows, device, asked=engine == "vectorised")
-    if plan.workers:
-        return WorkersEngine(run, plan.workers, head=head), plan
-    return LoopEngine(single=plan.single), plan
+        plan = _play_probe(run, plan, wave_size(run.bound, run.work, rows, device), strict=strict)
+    return _build_engine(run, plan, head, strict=strict), plan
 
 
-def _again(run: Run, plan: EnginePlan, head: str | None, *, asked: bool) -> tuple[Engine, EnginePlan]:
-    """The engine of a plan that was resolved before."""
+def _build_engine(run: Run, plan: EnginePlan, head: str | None, *, strict: bool) -> Engine:
+    """Build the engine of a plan. ``strict``: raise an error where the loop engine would take over."""
     if plan.engine == "vectorised":
-        wave, otherwise = plan.halved or None, _refuse if asked else _take_over
-        return VectorisedEngine(step=plan.step, wave=wave, otherwise=otherwise), plan
-    return (WorkersEngine(run, plan.workers, head=head) if plan.workers else LoopEngine(single=plan.single)), plan
+        otherwise = _refuse if strict else _take_over
+        return VectorisedEngine(step=plan.step, wave=plan.halved or None, otherwise=otherwise)
+    if plan.workers:
+        return WorkersEngine(run, plan.workers, head=head)
+    return LoopEngine(single=plan.single)
 
 
-def _vectorised(run: Run, plan: EnginePlan, rows: int, device: str, *, asked: bool) -> tuple[Engine, EnginePlan]:
+def _play_probe(run: Run, plan: EnginePlan, most: int, *, strict: bool) -> EnginePlan:
+    """Return the plan with the size of its waves; that of the loop engine if the probe fails.
+
+    Args:
+        most: most clients of a wave.
+        strict: whether a failure is an error: the user named ``"vectorised"``.
+    """
     verdict = probe(run)
     if not verdict.possible:
-        if asked:
+        if strict:
             raise NotVectorisable(f"engine='vectorised': {verdict.why}; engine='loop' runs it")
-        return LoopEngine(), EnginePlan(engine="loop", why=f"loop, because {verdict.why}")
-    wave = min(run.size, wave_size(run.bound, run.work, rows, device))
-    why = "; ".join(w for w in (plan.why, verdict.why) if w)
+        return EnginePlan(engine="loop", why=f"loop, because {verdict.why}")
+    wave = min(run.size, most)
     step = "auto" if wave < run.size else plan.step
-    plan = EnginePlan(engine="vectorised", step=step, wave=wave, why=why)
-    otherwise = _refuse if asked else _take_over
-    return VectorisedEngine(step=step, otherwise=otherwise), plan
+    why = "; ".join(w for w in (plan.why, verdict.why) if w)
+    return EnginePlan(engine="vectorised", step=step, wave=wave, why=why)
 
 
 def _refuse(error: Exception) -> tuple[Engine, str]:
@@ -212,13 +219,8 @@ def _take_over(error: Exception) -> tuple[Engine, str]:
     return LoopEngine(), why
 
 
-def processors() -> int:
-    """Processors that a run may count on: FEDLOOM_CPUS where it is set, else the machine's, shared by torchrun's processes."""
-    told, ranks = os.environ.get("FEDLOOM_CPUS", ""), os.environ.get("LOCAL_WORLD_SIZE", "")
-    count = int(told) if told.isdigit() else os.cpu_count() or 1
+def cpus_per_process() -> int:
+    """Return FEDLOOM_CPUS or the CPU count, divided by the number of torchrun processes."""
+    setting, ranks = os.environ.get("FEDLOOM_CPUS", ""), os.environ.get("LOCAL_WORLD_SIZE", "")
+    count = int(setting) if setting.isdigit() else os.cpu_count() or 1
     return max(1, count // max(1, int(ranks) if ranks.isdigit() else 1))
-
-
-def names() -> Sequence[str]:
-    """The engines that can be asked for by name."""
-    return ("auto", "loop", "vectorised")

@@ -14,12 +14,14 @@ from fedloom import tasks
 from fedloom.clients.messages import Site, Work
 from fedloom.data import Preprocessing
 from fedloom.data.augment import augmentation
+from fedloom.engines import LoopEngine
+from fedloom.engines.choose_device import choose_device
 from fedloom.errors import UserError
 from fedloom.network.bound_method import bind
 from fedloom.rounds import evaluation, unseen_clients
 from fedloom.rounds import run as runs
 from fedloom.rounds.modes import POOL
-from fedloom.runs import choose_engine, config_file, problem
+from fedloom.runs import config_file, problem
 from fedloom.runs.model_files import SEPARATOR, SINGLE
 from fedloom.runs.result import ClientResult, Clients, Result, Routed
 from fedloom.runs.run_folder import MODELS, read_clients, read_config, read_metrics
@@ -160,8 +162,7 @@ class SavedModels:
             self.task,
             seed=seed,
             head=self.table["model"].get("head"),
-            device=cpu,
-            precision=str(self.table["precision"]),
+            device=choose_device("cpu", str(self.table["precision"])),
         )
         bound = bind(text_form.method(str(self.table["method"])), net, self.task, seed=seed)
         sites: dict[str, Site] = {
@@ -181,7 +182,7 @@ class SavedModels:
         )
         state = runs.Run(
             bound=bound,
-            engine=choose_engine.make_engine("loop"),
+            engine=LoopEngine(),
             work=work,
             sites=sites,
             size=1,

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fedloom import rng
 from fedloom.clients.messages import Site
 from fedloom.data import ClientData, Federation, Rows, concatenate
-from fedloom.engines.choose_device import PRECISIONS
+from fedloom.devices import Device
 from fedloom.errors import UserError
 from fedloom.network import functional, inspect_model
 from fedloom.network.bound_method import Bound, bind
@@ -47,39 +47,33 @@ def make_network(
     *,
     seed: int,
     head: str | None,
-    device: torch.device,
-    precision: str,
+    device: Device,
 ) -> functional.Network:
     """The user's model as a function, checked against the data."""
-    if precision not in PRECISIONS:
-        raise UserError(f"precision={precision!r}: expected {', '.join(PRECISIONS)}")
     first = data.clients[0].train
     sample = first.take(torch.arange(2) % len(first))  # two rows: batch normalisation cannot do with one
     scale: tuple[Tensor, Tensor] | None = None
-    dtype = PRECISIONS[precision]
+    where = device.torch_device
     if data.scale is not None:
         shape = (1, -1, *[1] * (_dims(sample.x) - 2))
         mean, std = (
-            torch.tensor(v, dtype=dtype, device=device).reshape(shape) for v in (data.scale.mean, data.scale.std)
+            torch.tensor(v, dtype=device.dtype, device=where).reshape(shape) for v in (data.scale.mean, data.scale.std)
         )
         scale = (mean, std)
     net = inspect_model.build(
         make_module(model, seed),
-        _move(sample.x, device),
+        _move(sample.x, where),
         task=task.name,
-        head=head,
-        dtype=dtype,
         device=device,
+        head=head,
         scale=scale,
     )
     if not any(leaf.trainable for leaf in net.structure.leaves):
         raise UserError(f"model: {type(net.module).__name__} has no parameter that can be trained")
-    if precision == "bf16":
-        net.autocast = torch.bfloat16
     if task.check is not None:
         _check_labels(data, task, net.structure.outputs)
     else:
-        _check_loss(net, task, sample, device)
+        _check_loss(net, task, sample, where)
     return net
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fedloom import devices, models, tasks
+from fedloom.engines.choose_device import choose_device
 from fedloom.errors import UserError
 from fedloom.network import inspect_model
 from fedloom.ops import forward_context
@@ -64,7 +65,7 @@ def costs(model: nn.Module, x: Inputs, *, task: str = "classification", repeats:
         >>> [(c.name, c.parameters) for c in costs(convnet3(10), torch.zeros(2, 1, 8, 8), repeats=1) if c.chosen]
         [('body.block1.act', 650), ('body.block2.act', 650), ('body.block3.act', 650)]
     """
-    net = inspect_model.build(model, x, task=task)
+    net = inspect_model.build(model, x, task=task, device=choose_device("cpu", "fp32"))
     found = candidates(net.structure)
     default = {t.name for t in choose(net.structure, None, None, "input")}
     net.want(frozenset(t.name for t in found))

@@ -155,8 +155,10 @@ def choose(structure: Structure, points: int | None, spacing: int | None, positi
 
     Example:
         >>> from fedloom.network.inspect_model import build
+        >>> from fedloom.engines.choose_device import choose_device
         >>> from fedloom.models import deeplabv3plus_resnet18
-        >>> net = build(deeplabv3plus_resnet18(11), torch.zeros(2, 3, 32, 32), task="segmentation")
+        >>> cpu, x = choose_device("cpu", "fp32"), torch.zeros(2, 3, 32, 32)
+        >>> net = build(deeplabv3plus_resnet18(11), x, task="segmentation", device=cpu)
         >>> [t.name for t in choose(net.structure, None, None, "input")]
         ['stem', 'layer2', 'layer4']
     """

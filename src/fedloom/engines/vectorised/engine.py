@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import importlib.util
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
@@ -38,7 +37,7 @@ class WaveRunners(Protocol):
     accumulate: Accumulate
 
 
-class CapturedSteps(Protocol):
+class StepCapture(Protocol):
     """Interface of the GPU package: captured steps and sweeps of a run, and prefetched batches.
 
     :mod:`fedloom.gpu.captured_steps` implements it.
@@ -92,7 +91,7 @@ class VectorisedEngine(Engine):
         self.step, self.wave = step, wave
         self.rows = RowCache()
         self.traces = None if step == "mapped" else Traces(TRACE_STEPS if step == "auto" else 1, step == "compiled")
-        self.captured: CapturedSteps | None = None
+        self.captured: StepCapture | None = None
         self.reached: Reached = {}
         self._sizes: dict[Hashable, tuple[Bound, Work, int]] = {}
         self.events: list[str] = []
@@ -107,34 +106,32 @@ class VectorisedEngine(Engine):
         if self.instead is not None:
             return self.instead.run_cohort(bound, work, program, post, participants)
         replies: dict[str, Reply] = {}
-        for wave in self._waves(bound, work, participants, next(iter(post.leaves.values())).device):
+        for wave in self._waves(bound, work, participants):
             replies |= {r.id: r for r in self._wave(bound, work, program, post, wave)}
         return [replies[p.site.id] for p in participants]
 
     def prefetch(self, bound: Bound, work: Work, round: int, participants: Callable[[], Sequence[Participant]]) -> None:
         """Lays out the batches of the first phase of the next round, where steps are captured: a CPU gains nothing."""
-        device = next(iter(bound.start.values())).device
-        captured = self._captured_steps(device)
+        captured = self._captured_steps(bound.network.device)
         if self.instead is not None or captured is None:
             return
         people = participants()
         if people:
-            wave = self._waves(bound, work, people, device)[0]
+            wave = self._waves(bound, work, people)[0]
             try:
                 captured.prefetch(bound, work, round, wave)
             except torch.OutOfMemoryError:  # there is room once the replies of this round are gone
                 self.rows.clear()
 
-    def _waves(
-        self, bound: Bound, work: Work, people: Sequence[Participant], device: torch.device
-    ) -> list[list[Participant]]:
-        return waves.cut(bound, people, self.wave or self._most(bound, work, people, devices.device_kind(device)))
+    def _waves(self, bound: Bound, work: Work, people: Sequence[Participant]) -> list[list[Participant]]:
+        return waves.cut(bound, people, self.wave or self._most(bound, work, people))
 
-    def _most(self, bound: Bound, work: Work, people: Sequence[Participant], device: str) -> int:
+    def _most(self, bound: Bound, work: Work, people: Sequence[Participant]) -> int:
         rows = max([len(p.site.train) for p in people])
-        key = (id(bound), id(work), rows, device)
+        key = (id(bound), id(work), rows)
         if key not in self._sizes:
-            self._sizes = {key: (bound, work, waves.wave_size(bound, work, rows, device))}
+            kind = devices.device_kind(bound.network.device.torch_device)
+            self._sizes = {key: (bound, work, waves.wave_size(bound, work, rows, kind))}
         return self._sizes[key][2]
 
     def facts(self) -> dict[str, Any]:
@@ -143,18 +140,17 @@ class VectorisedEngine(Engine):
         name = self.name if self.instead is None else self.instead.name
         return {"engine": name, "step": self.step, "wave": self.wave or 0, "events": [*self.events, *notes]}
 
-    def _captured_steps(self, device: torch.device) -> CapturedSteps | None:
+    def _captured_steps(self, device: devices.Device) -> StepCapture | None:
         """Return the captured steps of the run; None where steps are not captured.
 
-        With ``step="auto"`` they are captured on CUDA, if the GPU package is there.
+        With ``step="auto"`` they are captured on CUDA, if the GPU package is loaded.
         """
-        automatic = self.step == "auto" and devices.is_gpu(device)
-        automatic = automatic and importlib.util.find_spec("fedloom.gpu") is not None
+        automatic = self.step == "auto" and device.has_gpu_package and devices.is_gpu(device.torch_device)
         if self.captured is None and (self.step == "graphed" or automatic):
             self.captured = load("gpu.captured_steps").CapturedSteps(self.rows)
         return self.captured
 
-    def _runners(self, work: Work, captured: CapturedSteps | None) -> tuple[StartSteps, Accumulate]:
+    def _runners(self, work: Work, captured: StepCapture | None) -> tuple[StartSteps, Accumulate]:
         """Return what executes the steps of a phase, and what adds up sweeps."""
         traces = self.traces
         if captured is not None:
@@ -186,7 +182,7 @@ class VectorisedEngine(Engine):
     def _wave(self, bound: Bound, work: Work, program: Program, post: Post, wave: list[Participant]) -> list[Reply]:
         if self.instead is not None:
             return self.instead.run_cohort(bound, work, program, post, wave)
-        captured = self._captured_steps(next(iter(post.leaves.values())).device)
+        captured = self._captured_steps(bound.network.device)
         schedules = None if captured is None else captured.take_schedules(bound, work, post.round, program, wave)
         try:
             clients = ClientRunner(

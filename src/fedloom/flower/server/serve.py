@@ -21,6 +21,8 @@ from flwr.serverapp import Grid
 from fedloom import rng, tensors
 from fedloom.clients.messages import Site
 from fedloom.data import ClientData, Rows
+from fedloom.devices import Device
+from fedloom.engines.choose_device import choose_device
 from fedloom.errors import RunError, UserError
 from fedloom.flower import programs as named
 from fedloom.flower.engine import FlowerEngine
@@ -100,7 +102,7 @@ class Course:
         hub: Hub,
         facts: Mapping[str, Mapping[str, Any]],
         records: RunRecords | None,
-        device: torch.device,
+        device: Device,
     ) -> None:
         method, seed = plan.runs()[key]
         made = plan.bounds(method, seed, device)
@@ -123,7 +125,7 @@ class Course:
             moments=plan.moments,
         )
         self._pending: _Pending | None = None
-        self.hybrid = self._with_cloud(device)
+        self.hybrid = self._with_cloud(device.torch_device)
 
     @staticmethod
     def _check_models(key: str, mine: str, facts: Mapping[str, Mapping[str, Any]]) -> None:
@@ -286,7 +288,7 @@ def serve(
         experiment: key of the sites' folders; that of the folder without.
         poll: seconds between looks for replies.
     """
-    device = torch.device("cpu")
+    device = choose_device("cpu", plan.precision)
     key = RunRecords.experiment(out, plan, text, resume=resume) if experiment is None else experiment
     post = SiteTransport(grid, timeout=plan.timeout, poll=poll)
     facts = roll_call(post, plan, text, key)
