@@ -63,7 +63,9 @@ def read_scalars(values: Sequence[Tensor]) -> list[float]:
         >>> read_scalars([torch.tensor(1.5), torch.tensor(2.0, dtype=torch.float64)])
         [1.5, 2.0]
     """
-    return torch.stack([v.reshape(()).double() for v in values]).tolist() if values else []
+    if all(map(on_host, values)):
+        return [float(v) for v in values]
+    return torch.stack([v.reshape(()).double() for v in values]).tolist()
 
 
 def synchronise(device: torch.device) -> None:

