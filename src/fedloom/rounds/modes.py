@@ -149,8 +149,7 @@ class Hybrid:
             cloud.state = replace(cloud.state, leaves=before.leaves)
         outcome, _ = cloud.play([CLOUD], round)
         run.clients[CLOUD] = cloud.clients[CLOUD]
-        loss = outcome.accepted[0].loss
-        return cloud.state, None if loss is None else float(loss)
+        return cloud.state, outcome.losses.get(CLOUD)
 
 
 _IDLE: Record = {

@@ -359,7 +359,7 @@ def federated(run: Run, round: int) -> Record:
     newcomers = sum(run.rounds_of(i) == 0 for i in drawn.ids) if round > 1 else 0
     bound = run.at(round)
     outcome, sent = run.play(drawn.ids, round, drawn.shares, drawn.dropped)
-    losses = [float(r.loss) for r in outcome.accepted if r.loss is not None]
+    losses = list(outcome.losses.values())
     record: Record = {
         "train_loss": sum(losses) / len(losses) if losses else None,
         **traffic(bound, [*outcome.accepted, *run.setup_replies], sent, drawn.ids, newcomers),

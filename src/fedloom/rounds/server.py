@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -56,14 +56,16 @@ class Outcome:
     """Result of the check of a round's replies.
 
     Args:
-        accepted: replies that were aggregated. Their losses are numbers, no tensors.
+        accepted: replies that were aggregated.
         rejected: replies that are malformed or not finite.
         skipped: clients that made no step.
+        losses: training loss of each accepted reply that has one, by client.
     """
 
     accepted: Sequence[Reply] = ()
     rejected: Sequence[Rejection] = ()
     skipped: Sequence[str] = ()
+    losses: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def reasons(self) -> str:
@@ -218,12 +220,17 @@ def confirm(pending: PendingRound) -> tuple[ServerState, Outcome]:
         RunError: all accepted replies are finite and a leaf of the server is not.
     """
     indicator, *values = pending.numbers.tolist()  # waits for the device
-    losses = iter(values)
-    candidates = [replace(r, loss=next(losses)) if isinstance(r.loss, Tensor) else r for r in pending.candidates]
-    finite = math.isfinite(indicator) and not any(map(_loss_fault, candidates))
+    from_device = iter(values)
+    losses = {
+        r.id: next(from_device) if isinstance(r.loss, Tensor) else r.loss
+        for r in pending.candidates
+        if r.loss is not None
+    }
+    finite = math.isfinite(indicator) and not any(_loss_fault(r, losses.get(r.id)) for r in pending.candidates)
     if pending.after is not None and finite:
-        return pending.after, replace(pending.outcome, accepted=candidates)
-    outcome = _reject_non_finite(candidates, pending.outcome)
+        return pending.after, replace(pending.outcome, accepted=pending.candidates, losses=losses)
+    outcome = _reject_non_finite(pending.candidates, pending.outcome)
+    outcome = replace(outcome, losses={r.id: losses[r.id] for r in outcome.accepted if r.id in losses})
     if not outcome.accepted:
         return pending.before, outcome
     after = pending.aggregate(outcome.accepted)
@@ -276,15 +283,14 @@ def first_fault(reply: Reply) -> str | None:
         name = tensors.first_non_finite(leaves)
         if name is not None:
             return f"{description}[{name!r}] is not finite"
-    return _loss_fault(reply)
+    return _loss_fault(reply, None if reply.loss is None else float(reply.loss))
 
 
-def _loss_fault(reply: Reply) -> str | None:
+def _loss_fault(reply: Reply, loss: float | None) -> str | None:
     """Describe a loss that is not finite; None if it is finite or the client made no step."""
     # Without a step the loss is the mean of no values, a NaN.
-    if reply.loss is None or not any(reply.steps.values()):
+    if loss is None or not any(reply.steps.values()):
         return None
-    loss = float(reply.loss)
     return None if math.isfinite(loss) else f"its training loss is {loss}"
 
 

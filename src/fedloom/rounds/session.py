@@ -204,14 +204,14 @@ class Session:
             )
 
     def _record_engine(self, record: Record) -> None:
-        """Add the engine's events to a record: out of memory, and steps that could not be traced or compiled."""
+        """Add the engine's events to a record: out of memory, and steps that could not be traced, compiled or captured."""
         engine = getattr(self.state.engine, "inner", self.state.engine)
         if not isinstance(engine, VectorisedEngine):
             return
         if len(engine.events) > self._events:
             record["out_of_memory"] = engine.events[self._events :]
             self._events = len(engine.events)
-        notes = [] if engine.traces is None else engine.traces.notes
+        notes = engine.notes
         if len(notes) > self._notes:
             record["plainer_steps"] = notes[self._notes :]
             self._notes = len(notes)

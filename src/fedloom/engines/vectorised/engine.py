@@ -134,11 +134,15 @@ class VectorisedEngine(Engine):
             self._sizes = {key: (bound, work, waves.wave_size(bound, work, rows, kind))}
         return self._sizes[key][2]
 
+    @property
+    def notes(self) -> list[str]:
+        """The steps that could not be traced, compiled or captured, with the reasons."""
+        return [note for store in (self.traces, self.captured) if store is not None for note in store.notes]
+
     def facts(self) -> dict[str, Any]:
-        """What was resolved, and what happened since: for the run's record."""
-        notes = [note for store in (self.traces, self.captured) if store is not None for note in store.notes]
+        """Return what was resolved, and the events since then."""
         name = self.name if self.instead is None else self.instead.name
-        return {"engine": name, "step": self.step, "wave": self.wave or 0, "events": [*self.events, *notes]}
+        return {"engine": name, "step": self.step, "wave": self.wave or 0, "events": [*self.events, *self.notes]}
 
     def _captured_steps(self, device: devices.Device) -> StepCapture | None:
         """Return the captured steps of the run; None where steps are not captured.
