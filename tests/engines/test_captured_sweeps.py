@@ -151,6 +151,7 @@ def test_a_number_that_changes_from_round_to_round_is_not_baked_in() -> None:
     assert swept(engine) == {"test"}
     (note,) = engine.facts()["events"]
     assert note.startswith("sweep 'qfedavg' is mapped, not captured: client code reads round")
+    assert [n for record in b.history for n in record.get("plainer_steps", [])] == [note]
 
 
 def test_another_model_with_the_same_shapes_has_its_own_graphs() -> None:
