@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fedloom.spec.tap_losses import both_terms
+from fedloom.tasks import TASKS
+from fedloom.tasks.base import classifier_loss
 from fedloom.tasks.batch import Batch
 from tests.gpu.helpers import DEVICE, compare, count_calls, kernels, random
 
@@ -48,9 +51,9 @@ def test_both_terms_of_a_feature_share_a_kernel(monkeypatch: pytest.MonkeyPatch)
         view: Any = SimpleNamespace(
             structure=SimpleNamespace(task=task),
             batch=batch,
-            loss=lambda output: batch.mean(F.cross_entropy(output, y, reduction="none")),
+            classifier_loss=partial(classifier_loss, TASKS["classification"], batch),
         )
-        return torch.stack(both_terms(view, z, weight, bias, batch))
+        return torch.stack(both_terms(view, z, weight, bias))
 
     inputs = [z, weight, bias]
     theirs = torch.stack([terms("classification", *(t[i] for t in (*inputs, y, mask))) for i in range(2)])

@@ -18,8 +18,8 @@ from tests.helpers import everything, federation, fit, gap
 
 USED: dict[str, set[str]] = {
     "fedavg": set(),
-    "fedavg + isr": {"channel_summary", "cross_entropies"},
-    "fedaims": {"cross_entropies"},
+    "fedavg + isr": {"channel_summary", "classifier_loss"},
+    "fedaims": {"classifier_loss"},
     "fedavg + lag": set(),
     "fedmap(sigma2=2.0)": {"half_squared_distance"},
     "fedprox(mu=0.5)": {"half_squared_distance"},

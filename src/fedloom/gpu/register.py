@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fedloom.gpu.batch_norm import batch_norm
+from fedloom.gpu.classifier_loss import classifier_loss
 from fedloom.gpu.counter_noise import fold_key, random_bits
 from fedloom.gpu.cross_entropy import cross_entropies, mean_cross_entropy
 from fedloom.gpu.fuse_layers import fuse_layers
@@ -21,6 +22,7 @@ def register() -> None:
     dispatch.register(
         batch_norm,
         channel_summary,
+        classifier_loss,
         convolution,
         cross_entropies,
         difference_inner_product,

@@ -180,7 +180,7 @@ def _term(plan: IsrOptions, i: int, method: Method) -> Term:
             return lam_m * entropy_term(z, batch, tap.axis)
         weight, bias = (view.leaves[f"{OWNER}:{tap.name}.{part}"] for part in ("weight", "bias"))
         if lam:
-            MI, NE = both_terms(view, z, weight, bias, batch, tap.axis)
+            MI, NE = both_terms(view, z, weight, bias, tap.axis)
         else:
             MI, NE = information_term(view, z, weight, bias, tap.axis), None
         alpha_m = alpha if L is None else alpha * (L / MI.detach().clamp(min=1e-12)).clamp(max=1.0)

@@ -31,7 +31,8 @@ def information_term(view: View, z: Tensor | Summary, weight: Tensor, bias: Tens
     """
     if view.structure.task == "segmentation" and isinstance(z, Tensor):
         return view.loss(adapted(z, weight, bias, axis, view.batch.y, dense=True))
-    return view.loss(ops.linear(_means(z, axis), weight, bias))
+    means = z[0] if isinstance(z, tuple) else pooled(z, axis)
+    return view.classifier_loss(means, weight, bias)[0]
 
 
 def entropy_term(z: Tensor | Summary, batch: Batch, axis: int = 1) -> Tensor:
@@ -50,21 +51,16 @@ def entropy_term(z: Tensor | Summary, batch: Batch, axis: int = 1) -> Tensor:
     return batch.mean(_summary(z, axis)[1])
 
 
-def both_terms(
-    view: View, z: Tensor | Summary, weight: Tensor, bias: Tensor, batch: Batch, axis: int = 1
-) -> tuple[Tensor, Tensor]:
+def both_terms(view: View, z: Tensor | Summary, weight: Tensor, bias: Tensor, axis: int = 1) -> tuple[Tensor, Tensor]:
     """``MI_m`` and ``NE_m`` of one feature, as :func:`information_term` and :func:`entropy_term` have them.
 
     Where the adapter reads pooled features, both need one summary.
     """
     if view.structure.task == "segmentation":
-        return information_term(view, z, weight, bias, axis), entropy_term(z, batch, axis)
-    found = _summary(z, axis)
-    return information_term(view, found, weight, bias), entropy_term(found, batch)
-
-
-def _means(z: Tensor | Summary, axis: int) -> Tensor:
-    return z[0] if isinstance(z, tuple) else pooled(z, axis)
+        return information_term(view, z, weight, bias, axis), entropy_term(z, view.batch, axis)
+    means, entropies = _summary(z, axis)
+    MI, NE = view.classifier_loss(means, weight, bias, entropies)
+    return MI, NE
 
 
 def _summary(z: Tensor | Summary, axis: int) -> Summary:

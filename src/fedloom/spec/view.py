@@ -15,7 +15,7 @@ from fedloom.spec.leaves import LeafSpec
 from fedloom.spec.method import Method
 from fedloom.spec.seen import Seen, TapName
 from fedloom.spec.structure import Structure
-from fedloom.tasks.base import Task, class_logits
+from fedloom.tasks.base import Task, class_logits, classifier_loss
 from fedloom.tasks.batch import Batch
 from fedloom.tensors import Inputs, Leaves, Summary
 
@@ -181,6 +181,10 @@ class View:
     def loss(self, output: Tensor | None = None) -> Tensor:
         """The task's loss on the batch, of the model's output or of another one of its shape."""
         return self._bound.task.value(self.output if output is None else output, self.batch)
+
+    def classifier_loss(self, u: Tensor, weight: Tensor, bias: Tensor, *values: Tensor) -> tuple[Tensor, ...]:
+        """Return :func:`fedloom.tasks.base.classifier_loss` on the batch."""
+        return classifier_loss(self._bound.task, self.batch, u, weight, bias, *values)
 
     @property
     def structure(self) -> Structure:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from fedloom.ops import linear, operator
 from fedloom.tasks.batch import Batch
 from fedloom.tensors import Leaves
 
@@ -66,6 +67,23 @@ class Task:
         if self.metrics is not None:
             found |= {k: None if v is None else float(v) for k, v in self.metrics(kept["output"], kept["y"]).items()}
         return found
+
+
+@operator
+def classifier_loss(
+    task: Task, batch: Batch, u: Tensor, weight: Tensor, bias: Tensor, *values: Tensor
+) -> tuple[Tensor, ...]:
+    """Return the task's loss of a linear classifier on u, and the mean over the real rows of each further value.
+
+    Args:
+        task: the task.
+        batch: the labels and the mask.
+        u: (rows, channels).
+        weight: (outputs, channels).
+        bias: (outputs,).
+        values: (rows,) each.
+    """
+    return task.value(linear(u, weight, bias), batch), *map(batch.mean, values)
 
 
 def class_logits(output: Tensor) -> Tensor:

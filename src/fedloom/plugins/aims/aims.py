@@ -257,7 +257,7 @@ class _Aims:
     def CE(self, j: int, u_j: Tensor, view: View) -> Tensor:
         """``CE_j``: the task's loss of the auxiliary head on u_j."""
         weight, bias = (view.leaves[f"{OWNER}:{j}.head.{part}"] for part in ("weight", "bias"))
-        return view.loss(ops.linear(u_j, weight, bias))
+        return view.classifier_loss(u_j, weight, bias)[0]
 
     def R(self, u: Tensor, C: Tensor, batch: Batch, seen: Seen) -> Tensor:
         """``R_j = 1/b sum ||C_y - u_j||^2`` (eqs. 5 and 8), over the mean of the dimensions unless ``sum_dim``."""
