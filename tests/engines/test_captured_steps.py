@@ -368,11 +368,8 @@ def test_the_least_recently_used_layout_is_evicted(monkeypatch: pytest.MonkeyPat
     assert list(store.buffers) == ["a", "c"]
 
 
-EMPTY = {
-    f"{word} {what}": captured_steps.FlatTensors({}, word == "owned", captured_steps.TensorFacts)
-    for word in ("owned", "shared")
-    for what in ("start", "leaves")
-}
+NAMES = ("own", "common", "owned start", "shared start", "owned leaves", "shared leaves")
+EMPTY = {name: captured_steps.FlatTensors({}, name[0] == "o", captured_steps.TensorFacts) for name in NAMES}
 
 
 @pytest.mark.parametrize("step", ["graphed", "compiled"])

@@ -137,9 +137,8 @@ class FixedInputs:
         start = twins["owned start"] | twins["shared start"]
         fixed_leaves = twins["owned leaves"] | twins["shared leaves"]
         self.leaves: Leaves = {n: fixed_leaves[n] for n in leaves}
-        self.own = {k: v for k, v in twins.items() if k in inputs.own}
-        self.own["start"] = {n: start[n] for n in inputs.own["start"]}
-        self.common = {k: twins[k] for k in inputs.common}
+        self.own = {**twins["own"], "start": {n: start[n] for n in inputs.own["start"]}}
+        self.common = twins["common"]
 
     def load(self, parts: Mapping[str, FlatTensors]) -> None:
         """Copy values of the same layout in."""
@@ -398,14 +397,13 @@ class CapturedSteps:
 class CapturedWave:
     """Starts the captured phases and sweeps of one wave.
 
-    The phases and sweeps of a wave read mostly the same values, which are flattened once. The
+    The phases and sweeps of a wave read mostly the same tensors, which are described once. The
     object must not outlive the wave: it holds the wave's tensors.
     """
 
     def __init__(self, store: CapturedSteps) -> None:
         self.store = store
-        # Both caches hold the values, so that their addresses cannot be given to others.
-        self._parts: dict[Hashable, tuple[object, FlatTensors]] = {}
+        # The facts hold their tensors, so that the addresses cannot be given to others.
         self._facts: dict[tuple[int, bool], TensorFacts] = {}
 
     def start(self, step: Step, start: PhaseStart, inputs: ClientInputs, schedule: ScheduleOf) -> StepRunner:
@@ -485,20 +483,16 @@ class CapturedWave:
                 layers whose leaves all clients share are then computed once for all rows.
         """
         kept = frozenset([n for n, s in bound.specs.items() if s.kept]) if own_leaves else frozenset()
-        parts = {k: self._flatten_once(v, True) for k, v in inputs.own.items() if k != "start"}
-        parts |= {k: self._flatten_once(v, False) for k, v in inputs.common.items()}
-        for owned, word in ((True, "owned"), (False, "shared")):
-            parts[f"{word} start"] = self._flatten_once(inputs.own["start"], owned, kept)
-            # Not cached: every phase and sweep has a new dictionary of leaves.
-            parts[f"{word} leaves"] = FlatTensors(_select(leaves, kept, owned), owned, self._describe)
-        return parts
-
-    def _flatten_once(self, value: Any, owned: bool, kept: frozenset[str] | None = None) -> FlatTensors:
-        key = (id(value), owned, kept)
-        if key not in self._parts:
-            part = value if kept is None else _select(value, kept, owned)
-            self._parts[key] = value, FlatTensors(part, owned, self._describe)
-        return self._parts[key][1]
+        start = inputs.own["start"]
+        parts: dict[str, tuple[Any, bool]] = {
+            "own": ({k: v for k, v in inputs.own.items() if k != "start"}, True),
+            "common": (inputs.common, False),
+            "owned start": (_select(start, kept, True), True),
+            "shared start": (_select(start, kept, False), False),
+            "owned leaves": (_select(leaves, kept, True), True),
+            "shared leaves": (_select(leaves, kept, False), False),
+        }
+        return {name: FlatTensors(value, owned, self._describe) for name, (value, owned) in parts.items()}
 
     def _describe(self, value: Tensor, owned: bool) -> TensorFacts:
         key = (id(value), owned)
