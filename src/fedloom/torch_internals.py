@@ -69,8 +69,8 @@ def unwrapped(x: Tensor) -> Tensor:
     return value
 
 
-# The parts of `vmap`. torch.vmap itself flattens its arguments and results in Python, which takes
-# longer than the operations of a small network: rounds of perceptrons take 10 to 25 % longer.
+# The parts of `vmap`. torch.vmap flattens its arguments and results in Python, which takes longer
+# than the operations of a small network.
 
 
 @contextmanager
