@@ -111,7 +111,7 @@ class VectorisedEngine(Engine):
         return [replies[p.site.id] for p in participants]
 
     def prefetch(self, bound: Bound, work: Work, round: int, participants: Callable[[], Sequence[Participant]]) -> None:
-        """Lays out the batches of the first phase of the next round, where steps are captured: a CPU gains nothing."""
+        """Prefetch the first batches of the next round if steps are captured. A CPU would gain nothing."""
         captured = self._captured_steps(bound.network.device)
         if self.instead is not None or captured is None:
             return

@@ -27,7 +27,7 @@ from fedloom.spec.reducers import Reducer, maximum, mean, stack
 from fedloom.spec.registry import plugin
 from fedloom.spec.seen import Cohort, Seen
 from fedloom.spec.structure import LeafInfo, Structure
-from fedloom.spec.terms import apart, half_squared_distance, quadratic
+from fedloom.spec.terms import apart, quadratic
 from fedloom.spec.uploads import send_model
 from fedloom.spec.view import View
 from fedloom.tasks.batch import Batch
@@ -91,7 +91,7 @@ class _Map:
         return seen.names("mirrored", extra=False)
 
     def R(self, names: tuple[str, ...], theta: Leaves, seen: Seen, dtype: torch.dtype | None = None) -> Tensor:
-        """Return ``R(theta, gamma)`` over some leaves, for one client or for a wave.
+        """Return ``R(theta, gamma)`` over some leaves.
 
         Args:
             names: the leaves.
@@ -101,10 +101,6 @@ class _Map:
         """
         gamma = seen.received
         if isinstance(self.prior, Gaussian) and not self.prior.by_leaf:
-            if seen.n.dim() and names:
-                gammas = [gamma[n] for n in names]
-                distances = torch.vmap(lambda *x: half_squared_distance(x, gammas, dtype))
-                return self.prior.scale() * distances(*(theta[n] for n in names))
             return self.prior.scale() * quadratic(names, theta, gamma, dtype=dtype)
         gaps = {n: apart(theta[n], gamma[n], dtype) for n in names}
         parts = [self.prior.penalty(gap, self.scale(n, seen), self.s(n, seen)) for n, gap in gaps.items()]
