@@ -149,7 +149,7 @@ def _played(run: Run, bound: Bound, engine: Engine, sizes: tuple[int, ...], seed
         numbers |= {
             f"{reply.id} {k}": v - bound.start[k] for k, v in reply.state.leaves.items() if v.is_floating_point()
         }
-        numbers[f"{reply.id} loss"] = torch.tensor(reply.loss or 0.0)
+        numbers[f"{reply.id} loss"] = torch.tensor(outcome.losses.get(reply.id, 0.0))
     for name, metrics in own.items():
         loss = metrics.get("loss")
         numbers[f"{name} test loss"] = torch.tensor(math.nan if loss is None else loss)
