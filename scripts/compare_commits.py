@@ -1,6 +1,6 @@
 """Processor time of a round on a CPU: the working tree against another commit.
 
-    python benchmarks/compare_commits.py before-architecture
+    python scripts/compare_commits.py before-architecture
 
 Both versions run in turn, each time in a new process with one thread. A row shows the best round of
 the best process, in milliseconds. Evaluation is left out.
@@ -89,13 +89,15 @@ def run_version(source: Path) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("commit", nargs="?", default="HEAD")
+    parser.add_argument("commit", nargs="?")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.measure:
         print(json.dumps(measure()))
         return
+    if arguments.commit is None:
+        parser.error("name the commit to compare with")
     best: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder) / "tree"
