@@ -33,10 +33,17 @@ def resident() -> float:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
+def peak_resident() -> float:
+    """Largest memory of this process in MiB.
+
+    Not ``ru_maxrss``: after a fork it starts at the memory of the parent.
+    """
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith("VmHWM")).split()[1]) / 1024
+
+
 def population(clients: int, rounds: int) -> dict[str, float]:
     """One run; times of rounds, memory, start-up."""
-    import resource
-
     import numpy as np
     import torch
 
@@ -86,7 +93,7 @@ def population(clients: int, rounds: int) -> dict[str, float]:
         "round_quartile": statistics.quantiles(works, n=4)[0],
         "end": ended - marks[-2][0],
         "memory": resident(),
-        "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        "peak": peak_resident(),
     }
 
 
